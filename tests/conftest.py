@@ -1,0 +1,18 @@
+"""What all tests share. Nothing here may import MPI: see `tests/launch.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+_ON_REQUEST = ("slow", "exhaustive")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked slow or exhaustive run only when `-m` names the mark."""
+    asked = config.getoption("-m")
+    for mark in _ON_REQUEST:
+        if mark not in asked:
+            skip = pytest.mark.skip(reason=f"{mark}: run with -m {mark}")
+            for item in items:
+                if mark in item.keywords:
+                    item.add_marker(skip)
