@@ -1,0 +1,254 @@
+"""Configuration: every key, what derives from what, and which combinations are refused.
+
+A key is one line below: its name, type and default as in any dataclass, what it is for, and the values it takes.
+Everything else (type checks, ``--help``, the effective file) follows from that line by `mpshard.schema`. An unknown
+key, a wrong type, an impossible value or a key that would have no effect is a `ConfigError` of one line: what, the
+value, the remedy.
+
+0 stands for "derived from the others" where a key says so; `load` returns the configuration with all of these filled
+in (`resolve`), so the rest of the code never asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mpshard.schema import Check, ConfigError, Schema, at_least, at_most, key, read_toml, show
+
+__all__ = ["Config", "ConfigError", "describe", "flat", "load", "resolve", "to_toml", "validate"]
+
+POSITIVE = at_least(1)
+COUNT = at_least(0)
+NONNEGATIVE = at_least(0)
+ABOVE_ZERO = Check(lambda value: value > 0, "must be above 0")
+FRACTION = Check(lambda value: 0 <= value < 1, "must be in [0, 1)")
+FRACTIONS = Check(lambda values: all(0 <= value < 1 for value in values), "must all be in [0, 1)")
+NOT_EMPTY = Check(lambda value: bool(value) and "" not in (value if isinstance(value, tuple) else ()), "names nothing")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """``[model]``: the shapes. Defaults are a small byte-level GPT."""
+
+    arch: Literal["gpt2", "llama"] = key("gpt2", "family of the model")
+    n_layers: int = key(6, "transformer blocks", POSITIVE)
+    d_model: int = key(256, "width of the residual stream", POSITIVE)
+    n_heads: int = key(8, "attention heads; must divide d_model", POSITIVE)
+    n_kv_heads: int = key(0, "key/value heads; must divide n_heads; 0 = n_heads (llama groups them)", COUNT)
+    d_ff: int = key(0, "width of the MLP; 0 = 4 d_model (gpt2), 8/3 d_model up to a multiple of 64 (llama)", COUNT)
+    vocab_size: int = key(0, "rows of the embedding; 0 = the tokenizer's (256 for bytes)", COUNT)
+    max_seq_len: int = key(0, "longest sequence, in tokens; 0 = data.seq_len", COUNT)
+    tie_embeddings: bool = key(True, "the output projection is the embedding matrix")
+    dropout: float = key(0.0, "probability of dropping an activation in training", FRACTION)
+    norm_eps: float = key(1e-5, "epsilon of the layer or RMS norms", ABOVE_ZERO)
+    activation: Literal["gelu_tanh", "gelu"] = key("gelu_tanh", "GELU by tanh, or exact", needs="model.arch=gpt2")
+    rope_theta: float = key(10000.0, "base of the rotary frequencies", ABOVE_ZERO, needs="model.arch=llama")
+    attention_bias: bool = key(False, "biases in the attention projections", needs="model.arch=llama")
+    mlp_bias: bool = key(False, "biases in the MLP projections", needs="model.arch=llama")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """``[data]``: the tokens. Paths are relative to the working directory."""
+
+    train: str | tuple[str, ...] = key(
+        "stdlib", "text, .bin or .npy files: a path, a glob or a list; stdlib = Python's own library sources", NOT_EMPTY
+    )
+    eval: str | tuple[str, ...] = key(
+        "auto", "as data.train; stdlib = its held-out tenth; auto = stdlib if data.train is, else none", NOT_EMPTY
+    )
+    tokenizer: str = key("bytes", "bytes: a token is a byte, documents end with byte 0", NOT_EMPTY)
+    seq_len: int = key(256, "tokens of a sample", POSITIVE)
+    token_dtype: Literal["auto", "uint16", "uint32"] = key(
+        "auto", "type of the ids in .bin files; auto = uint16 if vocab_size fits, else uint32"
+    )
+    ignore_index: int = key(-100, "target that does not count in the loss", at_most(-1))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """``[train]``: the loop."""
+
+    steps: int = key(300, "optimizer steps", POSITIVE)
+    global_batch_size: int = key(16, "sequences of a step, over all ranks", POSITIVE)
+    micro_batch_size: int = key(4, "sequences a rank computes at a time", POSITIVE)
+    seed: int = key(0, "of the initial weights, the sample order and dropout", COUNT, at_most(2**63 - 1))
+    eval_every: int = key(0, "steps between evaluations; 0 = only at the end", COUNT)
+    eval_batches: int = key(0, "micro-batches of an evaluation over all ranks, evenly spread; 0 = all", COUNT)
+    log_every: int = key(1, "steps between lines of metrics.jsonl", POSITIVE)
+    sample_tokens: int = key(0, "tokens of the sample printed at the end; 0 = none", COUNT)
+    sample_prompt: str = key("", "what the sample continues; empty = the start of a document")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """``[optim]``: AdamW, its schedule and clipping."""
+
+    lr: float = key(1e-3, "peak learning rate", NONNEGATIVE)
+    betas: tuple[float, float] = key((0.9, 0.95), "decay of the two moments", FRACTIONS)
+    eps: float = key(1e-8, "added to the root of the second moment", ABOVE_ZERO)
+    weight_decay: float = key(0.1, "decoupled decay a step, times the learning rate", NONNEGATIVE)
+    no_decay: tuple[str, ...] = key((), "name patterns without decay, as *.bias; empty = all 1-D parameters")
+    warmup_steps: int = key(0, "steps of linear warm-up from 0", COUNT)
+    schedule: Literal["cosine", "linear", "constant"] = key("cosine", "learning rate after warm-up")
+    min_lr_ratio: float = key(
+        0.1, "last learning rate over the peak", NONNEGATIVE, at_most(1), needs="optim.schedule=cosine|linear"
+    )
+    clip_grad_norm: float = key(1.0, "largest global gradient norm; 0 = no clipping", NONNEGATIVE)
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    """``[shard]``: who owns what, and how it travels."""
+
+    strategy: Literal["full"] = key("full", "full: parameters, gradients and moments are sharded (ZeRO-3)")
+    prefetch: int = key(1, "units gathered ahead of the one that computes", COUNT)
+    reduce: Literal["mpi", "alltoall"] = key("mpi", "reduce-scatter by MPI, or all-to-all and a sum in rank order")
+    transport: Literal["auto", "mpi"] = key("auto", "how a unit travels")
+    progress: Literal["auto", "poll", "thread"] = key("auto", "who drives MPI while the rank computes")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """``[run]``: where things go."""
+
+    dir: str = key("", "run directory; empty = runs/NAME for NAME.toml")
+    device: Literal["auto", "numpy", "cupy"] = key("auto", "array library")
+
+
+@dataclass(frozen=True)
+class Config:
+    """All sections. `load` fills it; `validate` checks what needs the number of ranks."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    shard: ShardConfig = ShardConfig()
+    run: RunConfig = RunConfig()
+
+
+SCHEMA = Schema(Config)
+
+
+def load(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply ``section.key=value`` overrides in order, and resolve derived values.
+
+    The value of an override is TOML (``optim.betas=[0.9, 0.99]``) and, failing that, a bare string
+    (``data.train=corpus/*.txt``). `path` None reads no file. Combinations are left to `validate`.
+
+    Raises
+    ------
+    ConfigError : missing file, TOML syntax (with its line), unknown key, wrong type, value out of range.
+    """
+    settings: dict[str, Any] = {}
+    name = "default"
+    if path is not None:
+        name = os.path.splitext(os.path.basename(path))[0]
+        settings.update(SCHEMA.settings(read_toml(path)))
+    settings.update(SCHEMA.parse_override(override) for override in overrides)
+
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SCHEMA.sections}
+    for full_name, value in settings.items():
+        section, _, key_name = full_name.partition(".")
+        sections[section][key_name] = SCHEMA.checked(full_name, value)
+    defaults = Config()
+    config = Config(**{s: dataclasses.replace(getattr(defaults, s), **values) for s, values in sections.items()})
+    return resolve(config, name)
+
+
+def resolve(config: Config, name: str = "default") -> Config:
+    """Fill in derived values (those left 0, empty or auto). `name` is the run's, for its directory. Idempotent."""
+    m, d, r = config.model, config.data, config.run
+    d_ff = {"gpt2": 4 * m.d_model, "llama": -(-8 * m.d_model // (3 * 64)) * 64}[m.arch]
+    model = dataclasses.replace(
+        m,
+        n_kv_heads=m.n_kv_heads or m.n_heads,
+        d_ff=m.d_ff or d_ff,
+        vocab_size=m.vocab_size or (256 if d.tokenizer == "bytes" else 0),
+        max_seq_len=m.max_seq_len or d.seq_len,
+    )
+    evaluation = ("stdlib" if d.train == "stdlib" else "none") if d.eval == "auto" else d.eval
+    data = dataclasses.replace(d, eval=evaluation)
+    run = dataclasses.replace(r, dir=r.dir or os.path.join("runs", name))
+    return dataclasses.replace(config, model=model, data=data, run=run)
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """``{"section.key": value}`` of every key, in the order of declaration."""
+    return SCHEMA.flat(config)
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML that `load` reads back to an equal one. Keys without effect are left out."""
+    return SCHEMA.to_toml(config)
+
+
+def describe() -> list[tuple[str, str, str, str]]:
+    """(section.key, type, default, text) of every key, for ``--help``."""
+    return SCHEMA.describe()
+
+
+def validate(config: Config, world: int) -> None:
+    """Refuse what cannot run on `world` ranks. `config` is resolved (`load` and `resolve` return such).
+
+    Raises
+    ------
+    ConfigError : the first thing found wrong, types and ranges of every key included.
+    """
+    SCHEMA.validate(config)
+    _validate_model(config.model, config.data)
+    _validate_training(config, world)
+
+
+def _validate_model(m: ModelConfig, d: DataConfig) -> None:
+    if d.tokenizer != "bytes":
+        raise ConfigError(f'data.tokenizer={show(d.tokenizer)} is not supported; use "bytes"')
+    if m.d_model % m.n_heads:
+        nearest = _nearest_multiple(m.d_model, m.n_heads)
+        raise ConfigError(
+            f"model.n_heads={m.n_heads} does not divide model.d_model={m.d_model}; nearest d_model: {nearest}"
+        )
+    if m.arch == "gpt2" and m.n_kv_heads != m.n_heads:
+        raise ConfigError(
+            f"model.n_kv_heads={m.n_kv_heads} with model.n_heads={m.n_heads}: gpt2 has no grouped heads; "
+            f"remove it or use model.arch=llama"
+        )
+    if m.n_heads % m.n_kv_heads:
+        divisors = ", ".join(str(n) for n in range(1, m.n_heads + 1) if m.n_heads % n == 0)
+        raise ConfigError(f"model.n_kv_heads={m.n_kv_heads} does not divide model.n_heads={m.n_heads}; use {divisors}")
+    if m.arch == "llama" and (m.d_model // m.n_heads) % 2:
+        raise ConfigError(
+            f"model.d_model / model.n_heads = {m.d_model} / {m.n_heads} = {m.d_model // m.n_heads} is odd; "
+            f"rotary embedding needs an even head width: change either"
+        )
+    if d.seq_len > m.max_seq_len:
+        raise ConfigError(
+            f"data.seq_len={d.seq_len} is over model.max_seq_len={m.max_seq_len}; raise the latter or remove it"
+        )
+
+
+def _validate_training(config: Config, world: int) -> None:
+    t, d, o = config.train, config.data, config.optim
+    unit = t.micro_batch_size * world
+    if t.global_batch_size % unit:
+        raise ConfigError(
+            f"train.global_batch_size={t.global_batch_size} is not a multiple of train.micro_batch_size x ranks = "
+            f"{t.micro_batch_size} x {world} = {unit}; nearest: {_nearest_multiple(t.global_batch_size, unit)}"
+        )
+    if o.warmup_steps > t.steps:
+        raise ConfigError(f"optim.warmup_steps={o.warmup_steps} is over train.steps={t.steps}; lower it")
+    if d.eval == "none":
+        for name, value in (("eval_every", t.eval_every), ("eval_batches", t.eval_batches)):
+            if value:
+                raise ConfigError(f"train.{name}={value} but data.eval is none; set data.eval or remove it")
+    if t.sample_prompt and not t.sample_tokens:
+        raise ConfigError(f"train.sample_prompt={show(t.sample_prompt)} needs train.sample_tokens above 0")
+
+
+def _nearest_multiple(value: int, unit: int) -> int:
+    return max(1, (value + unit // 2) // unit) * unit
