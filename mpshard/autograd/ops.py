@@ -1,0 +1,201 @@
+"""Every operation beside its gradient rule.
+
+An operation takes the tape first, then tensors and parameters, and returns a tensor. Its rule takes
+the tape, the gradient dy of the operation's result, and what the operation saved. Rules never write
+into dy: a residual connection hands the same array to both of its inputs.
+
+Shapes: b sequences of t positions, width d; linear operations treat (b, t) as one axis of n rows.
+"""
+
+from __future__ import annotations
+
+from mpshard.autograd.tensor import Array, Parameter, Tape, Tensor
+
+
+def rows(x: Array) -> Array:
+    """(..., d) seen as (n, d)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+# -- linear ----------------------------------------------------------------------------------
+def linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = None, transposed: bool = False) -> Tensor:
+    """x (..., i) -> (..., o): x @ weight.T + bias, weight (o, i) as torch.nn.Linear stores it.
+
+    transposed: the weight is stored (i, o), as GPT-2's Conv1D does. BLAS reads either way round.
+    """
+    w = weight.data if transposed else weight.data.T
+    y = tape.device.matmul(rows(x.data), w)
+    if bias is not None:
+        tape.device.add_bias(y, bias.data)
+    return tape.record(y.reshape(*x.data.shape[:-1], y.shape[-1]), linear_backward, x, weight, bias, transposed)
+
+
+def linear_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, bias: Parameter | None, transposed: bool) -> None:
+    dy = rows(dy)
+    if bias is not None:
+        target, accumulate = bias.grad_target()
+        if target is not None:
+            tape.device.column_sum(dy, target, accumulate)
+    target, accumulate = weight.grad_target()
+    if target is not None:
+        a, b = (rows(x.data), dy) if transposed else (dy, rows(x.data))
+        tape.device.matmul(a.T, b, out=target, accumulate=accumulate)
+    dx = tape.device.matmul(dy, weight.data.T if transposed else weight.data)
+    x.accumulate(dx.reshape(x.data.shape), tape.device)
+
+
+# -- embedding -------------------------------------------------------------------------------
+def embedding(tape: Tape, ids: Array, table: Parameter, positions: Parameter | None = None) -> Tensor:
+    """ids (b, t) int64 -> (b, t, d): rows of `table` (v, d), plus learned positions (>= t, d) where there are any."""
+    y = tape.device.embedding(ids, table.data)
+    if positions is not None:
+        tape.device.add_positions(y, positions.data)
+    return tape.record(y, embedding_backward, ids, table, positions)
+
+
+def embedding_backward(tape: Tape, dy: Array, ids: Array, table: Parameter, positions: Parameter | None) -> None:
+    if positions is not None:
+        target, accumulate = positions.grad_target()
+        if target is not None:
+            tape.device.positions_backward(dy, target, accumulate)
+    target, accumulate = table.grad_target()
+    if target is not None:
+        tape.device.embedding_backward(dy, ids, target, accumulate)
+
+
+# -- normalisation ---------------------------------------------------------------------------
+def layer_norm(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter, eps: float) -> Tensor:
+    """Normalise each row of x (..., d) to mean 0, variance 1, then scale and shift by weight, bias (d,)."""
+    y, stats = tape.device.layer_norm(x.data, weight.data, bias.data, eps)
+    return tape.record(y, layer_norm_backward, x, weight, bias, stats)
+
+
+def layer_norm_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, bias: Parameter, stats: Array) -> None:
+    (dweight, accumulate), (dbias, _) = weight.grad_target(), bias.grad_target()
+    x.grad = tape.device.layer_norm_backward(dy, x.data, weight.data, stats, dweight, dbias, accumulate, dx=x.grad)
+
+
+def rms_norm(tape: Tape, x: Tensor, weight: Parameter, eps: float) -> Tensor:
+    """Divide each row of x (..., d) by its root mean square, then scale by weight (d,)."""
+    y, stats = tape.device.rms_norm(x.data, weight.data, eps)
+    return tape.record(y, rms_norm_backward, x, weight, stats)
+
+
+def rms_norm_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, stats: Array) -> None:
+    dweight, accumulate = weight.grad_target()
+    x.grad = tape.device.rms_norm_backward(dy, x.data, weight.data, stats, dweight, accumulate, dx=x.grad)
+
+
+# -- activations -----------------------------------------------------------------------------
+def gelu(tape: Tape, x: Tensor, approximate: bool = True) -> Tensor:
+    """x * Phi(x), element by element; `approximate` is the tanh form that GPT-2 was trained with."""
+    return tape.record(tape.device.gelu(x.data, approximate), gelu_backward, x, approximate)
+
+
+def gelu_backward(tape: Tape, dy: Array, x: Tensor, approximate: bool) -> None:
+    x.accumulate(tape.device.gelu_backward(dy, x.data, approximate), tape.device)
+
+
+def swiglu(tape: Tape, gate_up: Tensor) -> Tensor:
+    """(..., 2f), gate and up side by side -> (..., f): silu(gate) * up."""
+    y = tape.device.swiglu(rows(gate_up.data))
+    return tape.record(y.reshape(*gate_up.data.shape[:-1], -1), swiglu_backward, gate_up)
+
+
+def swiglu_backward(tape: Tape, dy: Array, gate_up: Tensor) -> None:
+    dx = tape.device.swiglu_backward(rows(dy), rows(gate_up.data))
+    gate_up.accumulate(dx.reshape(gate_up.data.shape), tape.device)
+
+
+# -- attention -------------------------------------------------------------------------------
+def attention(tape: Tape, qkv: Tensor, heads: int, kv_heads: int, scale: float,
+              angles: tuple[Array, Array] | None = None, segments: Array | None = None) -> Tensor:
+    """Causal attention of qkv (b, t, (h + 2k) e) -> (b, t, h e), queries and keys turned by `angles` first.
+
+    angles: cos, sin (t, e/2) for rotary embedding, None for models with learned positions. qkv is turned in
+    place: the product that made it does not need it again, and attention's backward needs it turned.
+    segments (b, t): which packed document each position belongs to.
+    """
+    if angles is not None:
+        tape.device.rotary(qkv.data, heads, kv_heads, *angles)
+    y, lse = tape.device.attention(qkv.data, heads, kv_heads, scale, segments)
+    out = tape.record(y, attention_backward, qkv, y, lse, heads, kv_heads, scale, angles, segments)
+    return out
+
+
+def attention_backward(tape: Tape, dy: Array, qkv: Tensor, y: Array, lse: Array, heads: int, kv_heads: int, scale: float,
+                       angles: tuple[Array, Array] | None, segments: Array | None) -> None:
+    dqkv = tape.device.attention_backward(dy, qkv.data, y, lse, heads, kv_heads, scale, segments)
+    if angles is not None:  # the rotation is orthogonal: its gradient is the rotation back
+        tape.device.rotary(dqkv, heads, kv_heads, *angles, inverse=True)
+    qkv.accumulate(dqkv, tape.device)
+
+
+# -- residual stream -------------------------------------------------------------------------
+def dropout(tape: Tape, x: Tensor, probability: float) -> Tensor:
+    """Zero elements with `probability`, scale the rest; nothing is kept, backward draws the same mask again."""
+    if probability == 0.0 or not tape.recording:
+        return x
+    key = tape.random_key()
+    return tape.record(tape.device.dropout(x.data, probability, key), dropout_backward, x, probability, key)
+
+
+def dropout_backward(tape: Tape, dy: Array, x: Tensor, probability: float, key: tuple[int, int]) -> None:
+    x.accumulate(tape.device.dropout(dy, probability, key), tape.device)
+
+
+def residual(tape: Tape, x: Tensor, branch: Tensor, probability: float = 0.0) -> Tensor:
+    """x + dropout(branch), written over the branch's array, which no rule needs again. Shapes equal."""
+    key = None
+    if probability > 0.0 and tape.recording:
+        key = tape.random_key()
+        tape.device.dropout(branch.data, probability, key, out=branch.data)
+    tape.device.add(branch.data, x.data)
+    return tape.record(branch.data, residual_backward, x, branch, probability, key)
+
+
+def residual_backward(tape: Tape, dy: Array, x: Tensor, branch: Tensor, probability: float, key: tuple[int, int] | None) -> None:
+    # The same array goes both ways without a copy. Safe: the branch's rules run before anything is added to
+    # x's gradient, because they were recorded after x was made, and no rule writes into its dy.
+    branch.accumulate(dy if key is None else tape.device.dropout(dy, probability, key), tape.device)
+    x.accumulate(dy, tape.device)
+
+
+# -- loss ------------------------------------------------------------------------------------
+class Loss(Tensor):
+    """A sum of token losses, in nats. `value` is there after forward in evaluation, after backward in training."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.value: float | None = None
+
+
+def cross_entropy(tape: Tape, x: Tensor, table: Parameter, targets: Array, ignore_index: int = -100) -> Loss:
+    """Sum over valid tokens of -log softmax(x @ table.T)[target]: x (b, t, d), table (v, d), targets (b, t) int64.
+
+    Note: when a gradient is wanted the work is left to backward. The logits are never kept, so doing it here as
+    well would make them twice; the one pass over chunks in backward yields the value and both gradients.
+    """
+    loss = Loss()
+    if tape.recording:
+        tape.entries.append((cross_entropy_backward, loss, (loss, x, table, targets, ignore_index)))
+    else:
+        loss.value, _ = tape.device.cross_entropy(
+            rows(x.data), table.data, targets.reshape(-1), ignore_index, 1.0, None, False, want_dx=False)
+    tape.after_op()
+    return loss
+
+
+def cross_entropy_backward(tape: Tape, dy: float, loss: Loss, x: Tensor, table: Parameter, targets: Array, ignore_index: int) -> None:
+    target, accumulate = table.grad_target()
+    loss.value, dx = tape.device.cross_entropy(
+        rows(x.data), table.data, targets.reshape(-1), ignore_index, dy, target, accumulate, want_dx=True)
+    x.accumulate(dx.reshape(x.data.shape), tape.device)
+
+
+def logits(tape: Tape, x: Tensor, table: Parameter) -> Tensor:
+    """x (b, t, d) @ table (v, d).T, for sampling: small inputs only, since the whole (b, t, v) exists."""
+    y = tape.device.matmul(rows(x.data), table.data.T)
+    return Tensor(y.reshape(*x.data.shape[:-1], -1))

@@ -1,0 +1,135 @@
+"""Tensors, parameters and the tape: reverse-mode differentiation in one short loop.
+
+A tape belongs to one module and one micro-batch. Each operation appends one entry: the rule that
+knows its gradient, the tensor it made, and what the rule needs. A rule holds the `Parameter`, never
+its array: by the time backward runs, the full weights have been freed and gathered again, and the
+old memory is some other unit's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpshard.device.base import Array, Device
+
+
+class Tensor:
+    """An activation: its array, and during backward the gradient gathered so far (same shape)."""
+
+    __slots__ = ("data", "grad")
+
+    def __init__(self, data: Array | None) -> None:
+        self.data = data
+        self.grad: Array | None = None
+
+    def accumulate(self, grad: Array, device: Device) -> None:
+        """Add `grad`, which from now on belongs to this tensor."""
+        if self.grad is None:
+            self.grad = grad
+        else:
+            device.add(self.grad, grad)
+
+
+class Parameter:
+    """A named weight. Its array exists only while the unit that stores it is gathered.
+
+    Parameters
+    ----------
+    name: the tensor's name in a Hugging Face checkpoint.
+    shape: in Hugging Face's orientation; () is a scalar, zero sizes are allowed.
+    init: how its first values are drawn (see `mpshard.nn.init`).
+    parts: for a fused parameter, the neighbours in storage that it spans, stacked on axis 0.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], init: Any = None, parts: Sequence[Parameter] = ()) -> None:
+        self.name, self.shape, self.init, self.parts = name, tuple(shape), init, tuple(parts)
+        self.trainable = True
+        self._data: Array | None = None
+        self.grad: Array | None = None
+        self.grad_started = False  # False: the gradient buffer still holds an older unit's numbers
+
+    @classmethod
+    def fuse(cls, name: str, parts: Sequence[Parameter]) -> Parameter:
+        """One view over parameters that lie next to each other (q, k, v; gate, up): one product instead of several."""
+        rows = sum(part.shape[0] for part in parts)
+        return cls(name, (rows, *parts[0].shape[1:]), parts=parts)
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for extent in self.shape:
+            size *= extent
+        return size
+
+    @property
+    def data(self) -> Array:
+        """The full weight; an error names it if its unit is not gathered."""
+        if self._data is None:
+            raise RuntimeError(f"{self.name} was read while its unit is not gathered")
+        return self._data
+
+    def bind(self, data: Array | None) -> None:
+        self._data = data
+
+    def bind_grad(self, grad: Array | None) -> None:
+        """Attach (or with None detach) the buffer that this micro-batch's gradient is written to."""
+        self.grad, self.grad_started = grad, False
+
+    def grad_target(self) -> tuple[Array | None, bool]:
+        """The gradient's buffer and whether to add to it: the first writer overwrites, so nothing is ever zeroed."""
+        accumulate, self.grad_started = self.grad_started, True
+        for part in self.parts:
+            part.grad_started = True
+        return self.grad, accumulate
+
+    def __repr__(self) -> str:
+        return f"Parameter({self.name}, {self.shape})"
+
+
+Rule = Callable[..., None]
+
+
+class Tape:
+    """Records the operations of one module on one micro-batch and runs them backwards.
+
+    Parameters
+    ----------
+    device: does the arithmetic.
+    recording: False for evaluation: nothing is kept.
+    key: what randomness depends on, (seed, step, global micro-batch, module); each random operation adds its number.
+    after_op: called after every operation in both directions; the engine makes MPI progress there.
+    """
+
+    def __init__(self, device: Device, recording: bool = True, key: tuple[Any, ...] = (),
+                 after_op: Callable[[], None] | None = None) -> None:
+        self.device, self.recording, self.key = device, recording, key
+        self.after_op = after_op or (lambda: None)
+        self.entries: list[tuple[Rule, Tensor, tuple[Any, ...]]] = []
+        self.random_ops = 0
+
+    def record(self, data: Array | None, rule: Rule, *saved: Any) -> Tensor:
+        """Wrap an operation's result; keep its rule and what that needs, unless nothing is recorded."""
+        out = Tensor(data)
+        if self.recording:
+            self.entries.append((rule, out, saved))
+        self.after_op()
+        return out
+
+    def backward(self, output: Tensor, grad: Array | float) -> None:
+        """Run the rules in reverse. Entries are dropped as they are used, so activations are freed on the way."""
+        output.grad = grad
+        while self.entries:
+            rule, out, saved = self.entries.pop()
+            dy, out.grad = out.grad, None
+            if dy is not None:
+                rule(self, dy, *saved)
+            del out, saved, dy
+            self.after_op()
+
+    def random_key(self) -> tuple[int, int]:
+        """Two uint32 for the next random operation: a function of the tape's key and the operation's number only."""
+        digest = hashlib.blake2b(repr((self.key, self.random_ops)).encode(), digest_size=8).digest()
+        self.random_ops += 1
+        return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

@@ -1,0 +1,34 @@
+"""Who talks to whom: the world of this job and the sub-communicators that sharding uses."""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+
+class Mesh:
+    """The ranks that train one model together.
+
+    Attributes
+    ----------
+    comm: all of them; a duplicate of the caller's communicator, so that messages of the caller and of mpshard
+        cannot meet.
+    rank, world: this rank's number and the number of ranks.
+    node: those of them that share this rank's memory.
+    """
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        # Communicators are made serially and in one order: concurrent Comm_dup calls hang Open MPI (ompi#2427).
+        self.comm = comm.Dup()
+        self.rank, self.world = self.comm.rank, self.comm.size
+        self.node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+
+    @property
+    def node_rank(self) -> int:
+        return self.node.rank
+
+    @property
+    def ranks_on_node(self) -> int:
+        return self.node.size
+
+    def __repr__(self) -> str:
+        return f"Mesh(rank {self.rank} of {self.world}, {self.ranks_on_node} on this node)"

@@ -1,0 +1,196 @@
+"""What the rest of mpshard asks of a device: memory, kernels, synchronisation.
+
+Two rooms would be enough to port mpshard to new hardware: write this protocol again, and
+(if its memory is not the host's) a transport. Everything above works on whatever `Array` a
+device hands out and never names NumPy or CuPy.
+
+Note on names. b, t: sequences and positions of a micro-batch; n = b * t tokens; d: width;
+h, k: query heads and key/value heads; e: width of one head; f: width of the MLP; v: vocabulary.
+Arrays are row-major and contiguous unless a docstring says otherwise. "Adds into": with
+`accumulate=False` the target's old content is ignored and overwritten, with True it is summed;
+so the first gradient of a micro-batch costs no zeroing and no extra pass.
+
+Note on who may write where. A kernel writes only into what it returns, its `out` arguments and
+arguments documented as "in place". In particular a backward kernel never writes into `dy`: the
+residual stream hands the same gradient to two readers.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from types import ModuleType
+from typing import Any, Protocol
+
+Array = Any  # numpy.ndarray, or cupy.ndarray on a GPU: the two share their interface, not a base class
+
+
+class Kind(StrEnum):
+    """What a buffer is for; the byte accounting keeps one current and one peak figure for each."""
+
+    PARAMETER = "parameter"  # this rank's slice of the weights (masters)
+    GRADIENT = "gradient"  # this rank's slice of the summed gradients
+    MOMENT = "moment"  # this rank's slice of the optimizer's moments
+    GATHERED = "gathered"  # full units, alive only around their compute
+    FULL_GRADIENT = "full_gradient"  # gradients of full units, alive until they are reduced
+    STAGING = "staging"  # buffers that messages pass through
+    ACTIVATION = "activation"  # everything a forward or backward pass makes
+
+
+class Memory(Protocol):
+    """Bytes held, by kind. `current`/`peak` of None is the sum over kinds (its own peak, not a sum of peaks)."""
+
+    def current(self, kind: Kind | None = None) -> int: ...
+
+    def peak(self, kind: Kind | None = None) -> int: ...
+
+    def reset_peak(self) -> None: ...
+
+
+class Device(Protocol):
+    """One rank's compute device. Sizes in elements, memory in bytes."""
+
+    name: str
+    xp: ModuleType
+    memory: Memory
+    poison: bool  # tests: fill with NaN whatever is handed out uninitialised or given back
+
+    # -- memory ------------------------------------------------------------------------------
+    def empty(self, shape: int | tuple[int, ...], dtype: Any, kind: Kind = Kind.ACTIVATION) -> Array:
+        """An uninitialised array from the pool; its block goes back when the last view of it dies."""
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any, kind: Kind = Kind.ACTIVATION) -> Array: ...
+
+    def from_host(self, array: Any, kind: Kind = Kind.ACTIVATION) -> Array:
+        """A copy of a NumPy array on the device (same dtype)."""
+
+    def to_host(self, array: Array) -> Any:
+        """A NumPy array with the same values; on the CPU possibly the same memory."""
+
+    def synchronise(self) -> None:
+        """Return when everything issued so far has been done."""
+
+    # -- dense -------------------------------------------------------------------------------
+    def matmul(self, a: Array, b: Array, out: Array | None = None, accumulate: bool = False) -> Array:
+        """(m, k) @ (k, n) -> (m, n). `a` and `b` may be transposed views: no copy is made of either."""
+
+    def add_bias(self, y: Array, bias: Array) -> None:
+        """y (n, d) += bias (d,), in place."""
+
+    def add(self, out: Array, x: Array) -> None:
+        """out += x, in place, same shape."""
+
+    def column_sum(self, dy: Array, out: Array, accumulate: bool) -> None:
+        """Adds the sum of dy (n, d) over rows into out (d,): the gradient of a bias."""
+
+    # -- embedding ---------------------------------------------------------------------------
+    def embedding(self, ids: Array, table: Array) -> Array:
+        """table (v, d)[ids (b, t) int] -> (b, t, d)."""
+
+    def add_positions(self, x: Array, positions: Array) -> None:
+        """x (b, t, d) += positions (>= t, d)[:t], in place."""
+
+    def embedding_backward(self, dy: Array, ids: Array, out: Array, accumulate: bool) -> None:
+        """Adds rows of dy (b, t, d) into out (v, d) at ids (b, t), in an order fixed by ids alone."""
+
+    def positions_backward(self, dy: Array, out: Array, accumulate: bool) -> None:
+        """Adds dy (b, t, d) summed over b into out (>= t, d)[:t]; rows past t get zero or stay."""
+
+    # -- normalisation -----------------------------------------------------------------------
+    def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float) -> tuple[Array, Array]:
+        """x (..., d) -> y (..., d), stats (2, n): mean and 1/standard deviation of each row.
+
+        Ba, Kiros, Hinton 2016 (arXiv:1607.06450), eq. 4; the variance is the biased one.
+        """
+
+    def layer_norm_backward(
+        self, dy: Array, x: Array, weight: Array, stats: Array,
+        dweight: Array | None, dbias: Array | None, accumulate: bool, dx: Array | None,
+    ) -> Array:
+        """Gradients of `layer_norm`. dweight, dbias (d,): added into (None: not wanted).
+
+        dx: None for a new array, or the gradient x already has, which is added to in the same pass.
+        """
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+        """x (..., d) -> y (..., d), stats (n,): 1/rms of each row. Zhang, Sennrich 2019 (arXiv:1910.07467), eq. 4."""
+
+    def rms_norm_backward(
+        self, dy: Array, x: Array, weight: Array, stats: Array,
+        dweight: Array | None, accumulate: bool, dx: Array | None,
+    ) -> Array:
+        """As `layer_norm_backward`."""
+
+    # -- activations -------------------------------------------------------------------------
+    def gelu(self, x: Array, approximate: bool) -> Array:
+        """x * Phi(x) -> new array; `approximate`: the tanh form. Hendrycks, Gimpel 2016 (arXiv:1606.08415)."""
+
+    def gelu_backward(self, dy: Array, x: Array, approximate: bool) -> Array: ...
+
+    def swiglu(self, gate_up: Array) -> Array:
+        """(n, 2f) holding gate and up side by side -> (n, f): silu(gate) * up. Shazeer 2020 (arXiv:2002.05202), eq. 6."""
+
+    def swiglu_backward(self, dy: Array, gate_up: Array) -> Array:
+        """-> (n, 2f)."""
+
+    # -- attention ---------------------------------------------------------------------------
+    def rotary(self, qkv: Array, heads: int, kv_heads: int, cos: Array, sin: Array, inverse: bool = False) -> None:
+        """Turns the query and key heads of qkv (b, t, (h + 2k) e), in place, by each position's angles.
+
+        cos, sin (t, e/2), or (b, t, e/2) where positions differ between sequences. Hugging Face's
+        arrangement: element j of a head is paired with j + e/2. `inverse` turns back, which is the gradient.
+        Su et al. 2021 (arXiv:2104.09864), eq. 34.
+        """
+
+    def attention(self, qkv: Array, heads: int, kv_heads: int, scale: float, segments: Array | None = None) -> tuple[Array, Array]:
+        """Causal attention of qkv (b, t, (h + 2k) e) -> y (b, t, h e), lse (b, h, t).
+
+        In qkv lie h query heads, k key heads, k value heads; query head i reads key/value head i // (h/k).
+        lse: log-sum-exp of each query's scores, all that backward needs. Blocked over queries, keys above
+        the diagonal skipped, never a t x t matrix. Dao 2023 (arXiv:2307.08691), algorithm 1.
+        segments (b, t) int32: a query sees only keys of its own segment (packed documents). None: one segment.
+        """
+
+    def attention_backward(
+        self, dy: Array, qkv: Array, y: Array, lse: Array, heads: int, kv_heads: int, scale: float,
+        segments: Array | None = None,
+    ) -> Array:
+        """-> dqkv, laid out as qkv. Scores are computed again, block by block. Same paper, algorithm 2."""
+
+    # -- loss --------------------------------------------------------------------------------
+    def cross_entropy(
+        self, x: Array, table: Array, targets: Array, ignore_index: int,
+        scale: float, dtable: Array | None, accumulate: bool, want_dx: bool,
+    ) -> tuple[float, Array | None]:
+        """Sum of -log softmax(x @ table.T)[target] over valid tokens, in chunks: no (n, v) matrix is kept.
+
+        x (n, d), table (v, d), targets (n,) int64 with `ignore_index` where there is nothing to learn.
+        The logits exist one chunk of tokens at a time and are needed for the value and for the gradient, so
+        both are made in the same pass: dx (n, d) is returned if wanted, dtable (v, d) is added into (None: not wanted), both
+        times `scale`; the value is not scaled. The sum is kept in float64. Tokens with `ignore_index` cost no product.
+        Returns a host float here; on a GPU a 0-d array, read once a step.
+        """
+
+    # -- dropout -----------------------------------------------------------------------------
+    def dropout(self, x: Array, probability: float, key: tuple[int, int], out: Array | None = None) -> Array:
+        """x with elements zeroed with `probability`, the others divided by 1 - probability -> new array or `out`.
+
+        The mask is a function of (key, flat element index) alone and the same on every device: so backward is the same
+        call on dy, and nothing is kept. key: two uint32.
+        """
+
+    # -- optimizer and sums ------------------------------------------------------------------
+    def adamw(
+        self, weight: Array, gradient: Array, moment1: Array, moment2: Array, *,
+        lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, gradient_scale: float,
+    ) -> None:
+        """One AdamW update of four flat arrays of one size, in place, blocked; `gradient` is left as it is.
+
+        Loshchilov, Hutter 2017 (arXiv:1711.05101), algorithm 2, with torch.optim.AdamW's order of operations
+        (decay first, bias corrections from `step`, counted from 1). The gradient enters times `gradient_scale`.
+        """
+
+    def sum_of_squares(self, x: Array) -> float:
+        """Sum of x[i]^2 of a flat array, in float64 from blocks."""
+
+    def ordered_sum(self, parts: Array, out: Array, accumulate: bool) -> None:
+        """out (m,) = or += parts[0] + parts[1] + ... of parts (world, m), in that order, in out's precision."""

@@ -1,0 +1,183 @@
+"""Executes programs: one handler an instruction, nothing decided here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mpshard.autograd.ops import Loss
+from mpshard.autograd.tensor import Array, Tape, Tensor
+from mpshard.comm.transport import Transport
+from mpshard.device.base import Device, Kind
+from mpshard.nn.module import MicroBatch, Module
+from mpshard.shard import schedule
+from mpshard.shard.schedule import Backward, Finish, Forward, Free, Gather, Instruction, Program, Reduce, Slots, Stage, Step
+from mpshard.shard.unit import Unit
+
+
+@dataclass
+class Counters:
+    """What one run of a program took on this rank: seconds, and bytes of messages.
+
+    `*_wait_s`: compute stood still for communication. `in_flight_s`: communications were under way, waited for or not.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    gather_wait_s: float = 0.0
+    reduce_wait_s: float = 0.0
+    in_flight_s: float = 0.0
+    bytes_gathered: int = 0
+    bytes_reduced: int = 0
+
+    @property
+    def hidden_fraction(self) -> float:
+        """Share of the time communications were under way during which compute went on; 1 without communication."""
+        if self.in_flight_s <= 0.0:
+            return 1.0
+        return max(0.0, 1.0 - (self.gather_wait_s + self.reduce_wait_s) / self.in_flight_s)
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A program and the buffer that serves each of its gathers and gradients."""
+
+    program: Program
+    full: Slots
+    gradients: Slots
+
+
+class Buffers:
+    """A set of flat arrays that programs share: each program asks for its sizes and gets the largest for the largest."""
+
+    def __init__(self, allocate: Callable[[int], Array]) -> None:
+        self.allocate = allocate
+        self.arrays: list[Array] = []
+
+    def fit(self, sizes: Sequence[int]) -> list[Array]:
+        """One array a slot, at least as large as asked; grown only if no earlier program needed as much."""
+        order = sorted(range(len(sizes)), key=lambda slot: -sizes[slot])
+        for rank, slot in enumerate(order):
+            if rank == len(self.arrays):
+                self.arrays.append(self.allocate(sizes[slot]))
+            elif self.arrays[rank].size < sizes[slot]:
+                self.arrays[rank] = None  # let the old one go before the larger one is made
+                self.arrays[rank] = self.allocate(sizes[slot])
+        return [self.arrays[order.index(slot)] for slot in range(len(sizes))]
+
+
+Observer = Callable[[Instruction, float, float], None]
+
+
+class Engine:
+    """Runs programs over a model's modules and units.
+
+    observer: called with (instruction, start, end) in seconds of time.perf_counter, for traces.
+    """
+
+    def __init__(self, modules: Sequence[Module], stages: Sequence[Stage], units: Mapping[str, Unit],
+                 device: Device, transport: Transport, poll: Callable[[], None]) -> None:
+        self.modules = {module.name: module for module in modules}
+        self.order = [module.name for module in modules]
+        self.stages, self.units = {stage.name: stage for stage in stages}, units
+        self.device, self.transport, self.poll = device, transport, poll
+        self.observer: Observer | None = None
+        dtype = next(iter(units.values())).dtype
+        self.full = Buffers(lambda size: transport.empty(size, dtype, Kind.GATHERED))
+        self.full_gradients = Buffers(lambda size: transport.empty(size, dtype, Kind.FULL_GRADIENT))
+        self.handlers: dict[type, Callable[..., None]] = {
+            Gather: self._gather, Forward: self._forward, Free: self._free, Backward: self._backward,
+            Reduce: self._reduce, Finish: self._finish, Step: lambda instruction: None}
+
+    def prepare(self, program: Program) -> Prepared:
+        """Choose the buffer of every gather and gradient of a program, once."""
+        sizes = {name: unit.layout.padded_size for name, unit in self.units.items()}
+        return Prepared(program, schedule.full_slots(program, sizes),
+                        schedule.gradient_slots(program, self.stages.values(), sizes))
+
+    def run(self, prepared: Prepared, batches: Sequence[MicroBatch],
+            keys: Sequence[tuple[Any, ...]] = ()) -> tuple[list[Tensor], Counters]:
+        """Execute a program.
+
+        batches: this rank's micro-batches. keys: for each, what its random operations depend on; empty: nothing is
+        recorded for backward. Returns the last stage's output for every micro-batch, and what the run took.
+        """
+        self.batches, self.keys, self.prepared = batches, keys, prepared
+        self.counters = Counters()
+        self.tapes: dict[tuple[str, int], tuple[Tape, Tensor | None, Tensor]] = {}  # (stage, micro-batch): tape, input, output
+        self.stream: dict[int, Tensor] = {}  # what flows between stages: activations forward, then gradients backward
+        self.outputs: list[Tensor] = []
+        self.full_of = self.full.fit(prepared.full.sizes)
+        self.gradient_of = self.full_gradients.fit(prepared.gradients.sizes)
+        gathered, reduced = self.transport.bytes_gathered, self.transport.bytes_reduced
+        for self.index, instruction in enumerate(prepared.program):
+            start = time.perf_counter()
+            self.handlers[type(instruction)](instruction)
+            if self.observer is not None:
+                self.observer(instruction, start, time.perf_counter())
+        self.counters.bytes_gathered = self.transport.bytes_gathered - gathered
+        self.counters.bytes_reduced = self.transport.bytes_reduced - reduced
+        self.stream = {}
+        return self.outputs, self.counters
+
+    def _gather(self, instruction: Gather) -> None:
+        slot = self.full_of[self.prepared.full.taken[self.index]]
+        self.units[instruction.unit].start_gather(slot)
+
+    def _wait_for(self, units: Sequence[str]) -> float:
+        waited_here = 0.0
+        for name in units:
+            waited, in_flight = self.units[name].wait_full()
+            self.counters.in_flight_s += in_flight
+            waited_here += waited
+        self.counters.gather_wait_s += waited_here
+        return waited_here
+
+    def _forward(self, instruction: Forward) -> None:
+        start = time.perf_counter()
+        name, mb = instruction.stage, instruction.micro_batch
+        waited = self._wait_for(self.stages[name].reads)
+        tape = Tape(self.device, bool(self.keys), (*self.keys[mb], name) if self.keys else (), self.poll)
+        x = self.stream.pop(mb, None)
+        if x is not None:
+            x = Tensor(x.data)
+        y = self.modules[name].forward(tape, x, self.batches[mb])
+        if tape.recording:
+            self.tapes[name, mb] = tape, x, y
+        if name == self.order[-1]:
+            self.outputs.append(y)
+        else:
+            self.stream[mb] = y
+        self.counters.forward_s += time.perf_counter() - start - waited
+
+    def _backward(self, instruction: Backward) -> None:
+        start = time.perf_counter()
+        name, mb = instruction.stage, instruction.micro_batch
+        waited = self._wait_for(self.stages[name].backward_reads)
+        for unit in self.stages[name].gradients:
+            if not self.units[unit].gradient_is_open:
+                self.units[unit].open_gradient(self.gradient_of[self.prepared.gradients.taken[unit, mb]])
+        tape, x, y = self.tapes.pop((name, mb))
+        # The gradient of the sum of token losses is 1: nothing is divided here, the optimizer divides once by
+        # the step's valid tokens, so accumulation, padding and world size drop out.
+        tape.backward(y, 1.0 if isinstance(y, Loss) else self.stream.pop(mb).grad)
+        if x is not None:
+            x.data = None
+            self.stream[mb] = x
+        self.counters.backward_s += time.perf_counter() - start - waited
+
+    def _free(self, instruction: Free) -> None:
+        self.units[instruction.unit].free()
+
+    def _reduce(self, instruction: Reduce) -> None:
+        self.units[instruction.unit].start_reduce()
+
+    def _finish(self, instruction: Finish) -> None:
+        waited, in_flight = self.units[instruction.unit].finish_reduce()
+        self.counters.reduce_wait_s += waited
+        self.counters.in_flight_s += in_flight

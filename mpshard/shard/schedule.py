@@ -1,0 +1,217 @@
+"""The step as a program: a pure function from the model's stages to a flat list of instructions.
+
+The engine executes the list, the planner costs it, the trace draws it and the tests assert on it without
+MPI. Every rank runs the same list, so the collectives' order is the same everywhere by construction.
+
+How it is made. Lay out the step's uses in time: forward of every stage, backward of every stage in reverse,
+for each micro-batch. A unit is resident from the first use of a run of uses to the last; runs are cut wherever
+freeing in between would save memory, that is wherever its next gather starts later than its free. Then each
+gather is placed `prefetch` uses before the run begins, each free right after the run ends, each reduce right
+after the last gradient of the micro-batch, and each finish as late as the gradient buffers allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Start the all-gather of a unit's slices into its slot."""
+
+    unit: str
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Wait for the units the stage reads, run it forward on one micro-batch."""
+
+    stage: str
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Wait for the units the stage's backward reads, run it, writing gradients into its units' buffers."""
+
+    stage: str
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Free:
+    """The full unit is gone after this; only this rank's slice stays."""
+
+    unit: str
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Start the reduce-scatter of a unit's gradient buffer."""
+
+    unit: str
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Wait for the unit's reduce and add the summed slice into the gradient shard; its buffer is free again."""
+
+    unit: str
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One all-reduce for the loss and the norm, then the optimizer on every slice."""
+
+
+Instruction = Gather | Forward | Backward | Free | Reduce | Finish | Step
+Program = tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the schedule has to know of a module: the units it reads and those it makes gradients for."""
+
+    name: str
+    reads: tuple[str, ...]
+    backward_reads: tuple[str, ...]
+    gradients: tuple[str, ...]
+
+
+def training_program(stages: Sequence[Stage], micro_batches: int, prefetch: int) -> Program:
+    """Full sharding (ZeRO-3): gathers `prefetch` stages ahead in both directions, one reduce in flight behind the compute."""
+    uses: list[Forward | Backward] = []
+    for mb in range(micro_batches):
+        uses += [Forward(stage.name, mb) for stage in stages]
+        uses += [Backward(stage.name, mb) for stage in reversed(stages)]
+    return _schedule(stages, uses, prefetch) + (Step(),)
+
+
+def forward_program(stages: Sequence[Stage], prefetch: int) -> Program:
+    """Evaluation and sampling: forward of every stage once, for micro-batch 0."""
+    return _schedule(stages, [Forward(stage.name, 0) for stage in stages], prefetch)
+
+
+def _schedule(stages: Sequence[Stage], uses: Sequence[Forward | Backward], prefetch: int) -> Program:
+    by_name = {stage.name: stage for stage in stages}
+    reads = [by_name[u.stage].reads if isinstance(u, Forward) else by_name[u.stage].backward_reads for u in uses]
+    gathers, frees = _residencies(reads, prefetch)
+    opens, last_gradient = _gradient_spans(by_name, uses)
+
+    program: list[Instruction] = []
+    in_flight: list[Reduce] = []
+    for now, use in enumerate(uses):
+        program += [Gather(unit) for unit in gathers.get(now, ())]
+        if opens.get(now):  # a gradient buffer is needed: besides it only one reduce may be under way
+            while len(in_flight) > 1:
+                done = in_flight.pop(0)
+                program.append(Finish(done.unit, done.micro_batch))
+        program.append(use)
+        program += [Free(unit) for unit in frees.get(now, ())]
+        for unit in last_gradient.get(now, ()):
+            in_flight.append(Reduce(unit, use.micro_batch))
+            program.append(in_flight[-1])
+    program += [Finish(reduce.unit, reduce.micro_batch) for reduce in in_flight]
+    return tuple(program)
+
+
+def _residencies(reads: Sequence[Sequence[str]], prefetch: int) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+    """When to gather and when to free: {use before which: units}, {use after which: units}."""
+    gathers: dict[int, list[str]] = {}
+    frees: dict[int, list[str]] = {}
+    times: dict[str, list[int]] = {}
+    for now, units in enumerate(reads):
+        for unit in units:
+            times.setdefault(unit, []).append(now)
+    for unit, (first, *later) in times.items():
+        start, last = max(0, first - prefetch), first
+        for now in [*later, None]:
+            if now is not None and now - prefetch <= last + 1:
+                last = now  # its next gather would start the moment it is freed: keep it
+                continue
+            gathers.setdefault(start, []).append(unit)
+            frees.setdefault(last, []).append(unit)
+            if now is not None:
+                start, last = now - prefetch, now
+    for start, units in gathers.items():  # among gathers of one moment, the unit needed first goes first
+        units.sort(key=lambda unit: next(t for t in times[unit] if t >= start))
+    return gathers, frees
+
+
+def _gradient_spans(stages: dict[str, Stage], uses: Sequence[Forward | Backward]) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+    """Which units' gradient buffers open before a use, and which are complete after it."""
+    first: dict[tuple[str, int], int] = {}
+    last: dict[tuple[str, int], int] = {}
+    for now, use in enumerate(uses):
+        if isinstance(use, Backward):
+            for unit in stages[use.stage].gradients:
+                first.setdefault((unit, use.micro_batch), now)
+                last[unit, use.micro_batch] = now
+    opens: dict[int, list[str]] = {}
+    closes: dict[int, list[str]] = {}
+    for (unit, _), now in first.items():
+        opens.setdefault(now, []).append(unit)
+    for (unit, _), now in last.items():
+        closes.setdefault(now, []).append(unit)
+    return opens, closes
+
+
+# -- buffers ---------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Slots:
+    """A fixed set of buffers for a program, so that nothing is allocated during a step.
+
+    sizes: elements of each buffer. taken: which buffer serves which opening: the index of a Gather for gathered
+    units, (unit, micro-batch) for gradients.
+    """
+
+    sizes: tuple[int, ...]
+    taken: dict[Hashable, int]
+
+
+def full_slots(program: Program, sizes: Mapping[str, int]) -> Slots:
+    """Slots for gathered units: taken at Gather, given back at Free. sizes: {unit: padded elements}."""
+    spans: dict[Hashable, tuple[int, int, int]] = {}
+    opened: dict[str, int] = {}
+    for index, instruction in enumerate(program):
+        if isinstance(instruction, Gather):
+            opened[instruction.unit] = index
+        elif isinstance(instruction, Free):
+            first = opened.pop(instruction.unit)
+            spans[first] = (first, index, sizes[instruction.unit])
+    return _assign(spans)
+
+
+def gradient_slots(program: Program, stages: Iterable[Stage], sizes: Mapping[str, int]) -> Slots:
+    """Slots for full gradients: taken at the first Backward that writes to them, given back at Finish."""
+    gradients = {stage.name: stage.gradients for stage in stages}
+    opened: dict[tuple[str, int], int] = {}
+    spans: dict[Hashable, tuple[int, int, int]] = {}
+    for index, instruction in enumerate(program):
+        if isinstance(instruction, Backward):
+            for unit in gradients[instruction.stage]:
+                opened.setdefault((unit, instruction.micro_batch), index)
+        elif isinstance(instruction, Finish):
+            key = (instruction.unit, instruction.micro_batch)
+            spans[key] = (opened[key], index, sizes[instruction.unit])
+    return _assign(spans)
+
+
+def _assign(spans: Mapping[Hashable, tuple[int, int, int]]) -> Slots:
+    """Give each (first, last, size) a buffer that is free from first to last: the smallest that fits, else the one
+    that has to grow least, else a new one."""
+    sizes: list[int] = []
+    busy_until: list[int] = []
+    taken: dict[Hashable, int] = {}
+    for key, (first, last, size) in sorted(spans.items(), key=lambda item: item[1]):
+        free = [slot for slot in range(len(sizes)) if busy_until[slot] < first]
+        slot = min(free, key=lambda s: (max(size - sizes[s], 0), sizes[s], s), default=len(sizes))
+        if slot == len(sizes):
+            sizes.append(0)
+            busy_until.append(-1)
+        sizes[slot], busy_until[slot] = max(sizes[slot], size), last
+        taken[key] = slot
+    return Slots(tuple(sizes), taken)

@@ -1,0 +1,161 @@
+"""A model whose weights, gradients and moments live as one slice a rank: the object users train with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpshard.autograd.ops import Loss
+from mpshard.comm import collectives
+from mpshard.comm.mesh import Mesh
+from mpshard.comm.transport import Transport
+from mpshard.device.base import Array, Device
+from mpshard.nn.init import fill
+from mpshard.nn.module import MicroBatch, Model
+from mpshard.shard import schedule
+from mpshard.shard.engine import Counters, Engine, Prepared
+from mpshard.shard.schedule import Stage
+from mpshard.shard.unit import Unit
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step came to, equal on all ranks but for `counters`.
+
+    loss: sum of token losses / valid tokens of the whole step, over ranks and micro-batches, in nats.
+    tokens: valid tokens. grad_norm: 2-norm of that mean loss's gradient, before clipping.
+    """
+
+    loss: float
+    tokens: int
+    grad_norm: float
+    counters: Counters = field(repr=False)
+
+
+class Sharded:
+    """A model cut into units over the ranks of a mesh. Made by `mpshard.shard`.
+
+    Attributes
+    ----------
+    model, mesh, device, transport: what it was made of.
+    units: {name: Unit}, in execution order.
+    seed: with parameter names, decides initial values and dropout masks.
+    steps: steps begun so far; part of the dropout masks' key.
+    """
+
+    def __init__(self, model: Model, mesh: Mesh, device: Device, transport: Transport, progress: collectives.Progress,
+                 *, prefetch: int, seed: int, dtype: Any, ignore_index: int) -> None:
+        self.model, self.mesh, self.device, self.transport, self.progress = model, mesh, device, transport, progress
+        self.prefetch, self.seed, self.steps, self.ignore_index = prefetch, seed, 0, ignore_index
+        self.units = {
+            module.name: Unit(module.name, module.parameters, module.fused, mesh.rank, mesh.world, transport, device, dtype)
+            for module in model.modules}
+        self.stages = stages_of(model)
+        self.engine = Engine(model.modules, self.stages, self.units, device, transport, progress.poll)
+        self._programs: dict[int, Prepared] = {}  # by micro-batches a step; 0: forward only
+        self.initialise()
+
+    # -- weights -----------------------------------------------------------------------------
+    def initialise(self) -> None:
+        """First values, a function of (seed, parameter name, element) only; each rank fills just its slice."""
+        inits = {parameter.name: parameter.init for parameter in self.model.parameters}
+        self.load(lambda name, start, stop: fill(inits[name], self.seed, name, start, stop))
+
+    def load(self, read: Callable[[str, int, int], np.ndarray]) -> None:
+        """Set the weights. read(name, start, stop) yields elements [start, stop) of a flattened parameter; it is asked
+        for this rank's own ranges only."""
+        for unit in self.units.values():
+            for segment in unit.segments:
+                values = np.asarray(read(segment.name, segment.start, segment.stop), unit.dtype)
+                unit.shard[segment.slice] = self.device.from_host(values)
+
+    def full_weights(self) -> dict[str, np.ndarray]:
+        """All weights, whole, as host arrays on every rank. Collective; for small models and tests."""
+        return self._full(lambda unit: unit.shard)
+
+    def full_gradients(self) -> dict[str, np.ndarray]:
+        """All gradients of the sum of token losses, whole, on every rank. Collective; for small models and tests."""
+        return self._full(lambda unit: unit.gradient)
+
+    def _full(self, slice_of: Callable[[Unit], Array]) -> dict[str, np.ndarray]:
+        whole: dict[str, np.ndarray] = {}
+        for unit in self.units.values():
+            mine = self.device.to_host(slice_of(unit))
+            flat = np.empty(unit.layout.padded_size, mine.dtype)
+            self.mesh.comm.Allgather(np.ascontiguousarray(mine), flat)
+            for place in unit.layout.placements:
+                whole[place.name] = flat[place.offset:place.end].reshape(place.shape)
+        return whole
+
+    # -- running -----------------------------------------------------------------------------
+    def step(self, batch: tuple[Any, Any]) -> StepOutput:
+        """Forward and backward of one step; leaves the summed gradient in the shards for the optimizer.
+
+        batch: (inputs, targets), this rank's micro-batches, int64 (micro-batches, b, t); as many micro-batches on
+        every rank. Raises ValueError, on every rank, if the step has no valid token.
+        """
+        inputs, targets = (np.asarray(part, np.int64) for part in batch)
+        if inputs.ndim != 3 or inputs.shape != targets.shape:
+            raise ValueError(f"a step takes inputs and targets of one shape (micro-batches, b, t), not {inputs.shape}, {targets.shape}")
+        micro = [self._micro_batch(i, t) for i, t in zip(inputs, targets, strict=True)]
+        # Global micro-batch g = m * world + rank: dropout masks are a function of g, not of where it runs.
+        keys = [(self.seed, self.steps, m * self.mesh.world + self.mesh.rank) for m in range(len(micro))]
+        for unit in self.units.values():
+            unit.has_gradient = False
+        losses, counters = self.engine.run(self._program(len(micro)), micro, keys)
+        self.steps += 1
+        totals = np.array([sum(loss.value for loss in losses), np.count_nonzero(targets != self.ignore_index),
+                           self._gradient_squares()], np.float64)
+        loss, tokens, squares = collectives.all_reduce(self.mesh.comm, totals)
+        if tokens == 0:
+            raise ValueError(f"the step has no valid token: every target is ignore_index={self.ignore_index}")
+        return StepOutput(loss / tokens, int(tokens), float(np.sqrt(squares)) / tokens, counters)
+
+    def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> tuple[float, int]:
+        """Mean loss over the valid tokens of (inputs, targets) pairs (b, t), over all ranks, and their number.
+
+        Every rank must bring as many pairs as the others; those without valid tokens count as nothing.
+        """
+        total = np.zeros(2)
+        for inputs, targets in batches:
+            micro = self._micro_batch(np.asarray(inputs, np.int64), np.asarray(targets, np.int64))
+            (loss,), _ = self.engine.run(self._program(0), [micro])
+            total += loss.value, np.count_nonzero(np.asarray(targets) != self.ignore_index)
+        loss, tokens = collectives.all_reduce(self.mesh.comm, total)
+        if tokens == 0:
+            raise ValueError("the evaluation data has no valid token")
+        return loss / tokens, int(tokens)
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        """ids (b, t) -> logits (b, t, v), on the host. Collective: every rank passes the same ids or its own of one shape."""
+        (out,), _ = self.engine.run(self._program(0), [self._micro_batch(np.asarray(ids, np.int64), None)])
+        assert not isinstance(out, Loss)
+        return self.device.to_host(out.data)
+
+    def _micro_batch(self, inputs: np.ndarray, targets: np.ndarray | None) -> MicroBatch:
+        on_device = self.device.from_host
+        return MicroBatch(on_device(inputs), None if targets is None else on_device(targets), ignore_index=self.ignore_index)
+
+    def _program(self, micro_batches: int) -> Prepared:
+        if micro_batches not in self._programs:
+            program = (schedule.training_program(self.stages, micro_batches, self.prefetch) if micro_batches
+                       else schedule.forward_program(self.stages, self.prefetch))
+            self._programs[micro_batches] = self.engine.prepare(program)
+        return self._programs[micro_batches]
+
+    def _gradient_squares(self) -> float:
+        """Sum of squares over this rank's slices: each element of the model lies in one slice, so it counts once."""
+        return sum(self.device.sum_of_squares(unit.gradient[s.slice]) for unit in self.units.values() for s in unit.segments)
+
+
+def stages_of(model: Model) -> list[Stage]:
+    """What the schedule must know of a model: a pure function of its modules."""
+    owner: Mapping[str, str] = {p.name: module.name for module in model.modules for p in module.parameters}
+    stages = []
+    for module in model.modules:
+        units = tuple(dict.fromkeys([*(owner[p.name] for p in module.borrowed), module.name]))
+        stages.append(Stage(module.name, units, units if module.backward_reads_weights else (), units))
+    return stages
