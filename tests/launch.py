@@ -85,7 +85,8 @@ def mpiexec() -> str:
 @cache
 def is_open_mpi() -> bool:
     """Whether that launcher is Open MPI's (otherwise MPICH's or one of its kin)."""
-    version = subprocess.run([mpiexec(), "--version"], capture_output=True, text=True, timeout=60, env=clean_env())
+    ask = [mpiexec(), "--version"]
+    version = subprocess.run(ask, check=True, capture_output=True, text=True, timeout=60, env=clean_env())
     return "Open MPI" in version.stdout
 
 
