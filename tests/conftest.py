@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+# Hypothesis's deadline is an assertion on the clock: it fails on a busy machine.
+settings.register_profile("mpshard", deadline=None)
+settings.load_profile("mpshard")
 
 _ON_REQUEST = ("slow", "exhaustive")
 

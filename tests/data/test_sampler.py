@@ -48,10 +48,7 @@ def test_order_looks_random():
 
 def test_order_is_the_same_in_every_version():
     """A resume must find the order it left: recorded from this implementation, to change only on purpose."""
-    assert sample_ids(np.arange(12), 10, 1234).tolist() == RECORDED
-
-
-RECORDED = [0]
+    assert sample_ids(np.arange(12), 10, 1234).tolist() == [7, 8, 1, 9, 5, 2, 6, 0, 3, 4, 6, 0]
 
 
 def test_no_samples():

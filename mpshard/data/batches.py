@@ -1,0 +1,98 @@
+"""Batches: a pure function of (seed, position), the same tokens whatever the number of ranks.
+
+A sample is a window of ``seq_len + 1`` tokens; the inputs are all but the last, the targets all but the first. Windows
+start ``seq_len`` apart, so they overlap by one token and every token but the corpus's first is a target once. Training
+leaves out the ragged end of the corpus; evaluation pads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mpshard.config import ConfigError
+from mpshard.data.sampler import sample_ids
+from mpshard.data.tokens import Tokens
+
+
+class Batch(NamedTuple):
+    """Micro-batches of one rank. Both int64, (micro-batches, micro_batch_size, seq_len)."""
+
+    inputs: npt.NDArray[np.int64]
+    targets: npt.NDArray[np.int64]
+
+
+class Batches:
+    """Windows of a token sequence, dealt to ranks.
+
+    Parameters
+    ----------
+    tokens : the corpus; at least 2 tokens.
+    seq_len : tokens of a sample.
+    seed : of the order of training samples.
+    ignore_index : target of positions that do not count in the loss.
+    name : of the corpus, for errors.
+    """
+
+    def __init__(
+        self, tokens: Tokens, seq_len: int, seed: int = 0, ignore_index: int = -100, name: str = "the data"
+    ) -> None:
+        if len(tokens) < 2:
+            raise ConfigError(f"{name} has {len(tokens)} tokens; there is nothing to predict")
+        self.tokens, self.seq_len, self.seed, self.ignore_index, self.name = tokens, seq_len, seed, ignore_index, name
+        self.n_samples = (len(tokens) - 1) // seq_len
+        self.n_eval_windows = -(-(len(tokens) - 1) // seq_len)
+
+    def step_batch(
+        self, position: int, global_batch_size: int, micro_batch_size: int, rank: int, world: int
+    ) -> Batch:
+        """This rank's part of the step that starts at sample `position` of the endless stream of epochs.
+
+        The step is cut into global micro-batches of `micro_batch_size` samples; number g = m * world + rank is this
+        rank's micro-batch m. Which samples a global micro-batch holds does not depend on `world`.
+
+        Raises
+        ------
+        ConfigError : a corpus shorter than one sample.
+        ValueError : `global_batch_size` is no multiple of ``micro_batch_size * world``.
+        """
+        if self.n_samples == 0:
+            raise ConfigError(
+                f"{self.name} has {len(self.tokens)} tokens, under data.seq_len + 1 = {self.seq_len + 1}; lower seq_len"
+            )
+        if global_batch_size % (micro_batch_size * world):
+            raise ValueError(f"{global_batch_size} samples do not fill micro-batches of {micro_batch_size} x {world}")
+        g = np.arange(rank, global_batch_size // micro_batch_size, world)  # (micro-batches,)
+        positions = position + g[:, None] * micro_batch_size + np.arange(micro_batch_size)
+        ids = sample_ids(positions, self.n_samples, self.seed)
+        windows = self.tokens.read(ids.ravel() * self.seq_len, self.seq_len + 1).reshape(*ids.shape, -1)
+        return Batch(windows[..., :-1].copy(), windows[..., 1:].copy())
+
+    def eval_batches(self, rank: int, world: int, micro_batch_size: int, limit: int = 0) -> Iterator[Batch]:
+        """Every window once over all ranks, as batches of one micro-batch: (1, micro_batch_size, seq_len).
+
+        All ranks yield equally many. The end of the last window, and whole rows where windows do not fill the last
+        micro-batches, have `ignore_index` as targets (and 0 as inputs), so the sum of losses over all ranks divided by
+        the number of valid targets is the corpus's exact mean, with any `world` and `micro_batch_size`.
+
+        `limit` > 0 takes that many of the micro-batches over all ranks, evenly spread over the corpus.
+        """
+        total = -(-self.n_eval_windows // micro_batch_size)
+        chosen = np.arange(min(limit, total)) * total // min(limit, total) if limit else np.arange(total)
+        for first in range(0, len(chosen), world):
+            g = chosen[first + rank] if first + rank < len(chosen) else total  # `total` lies past the end: all padding
+            yield self._eval_batch(int(g) * micro_batch_size, micro_batch_size)
+
+    def _eval_batch(self, first_window: int, micro_batch_size: int) -> Batch:
+        inputs = np.zeros((1, micro_batch_size, self.seq_len), np.int64)
+        targets = np.full_like(inputs, self.ignore_index)
+        for row in range(micro_batch_size):
+            start = (first_window + row) * self.seq_len
+            length = min(self.seq_len, len(self.tokens) - 1 - start)
+            if length > 0:
+                window = self.tokens.read([start], length + 1)[0]
+                inputs[0, row, :length], targets[0, row, :length] = window[:-1], window[1:]
+        return Batch(inputs, targets)
