@@ -33,7 +33,7 @@ _LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "HYDI_", "MPI
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 # One core a rank: more threads than cores make every test slower and say nothing more.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# Open MPI refuses root and more ranks than cores unless told; without yielding, waiting ranks starve the computing ones.
+# Open MPI refuses root, and more ranks than cores, unless told; ranks that wait without yielding starve the others.
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -64,7 +64,7 @@ def weights(model: torch.nn.Module, rng: np.random.Generator) -> dict[str, np.nd
 
 
 def batches(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """inputs, targets: (steps, sequences, length) int64; a noisy arithmetic rule, so that there is something to learn."""
+    """inputs, targets: (steps, sequences, length) int64; a noisy rule, so that there is something to learn."""
     tokens = np.empty((STEPS, SEQUENCES, LENGTH + 1), np.int64)
     tokens[..., 0] = rng.integers(VOCAB, size=(STEPS, SEQUENCES))
     for i in range(LENGTH):

@@ -1,0 +1,42 @@
+"""What importing and installing promise: no MPI and no CuPy on import, one version, extras that exist."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import ROOT, clean_env
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Names of the modules a fresh interpreter holds after the statement."""
+    code = f"{statement}\nimport sys; print(*sys.modules)"
+    env = clean_env({"PYTHONPATH": str(ROOT)})
+    return set(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["mpshard", "mpshard.config", "mpshard.data", "mpshard.device", "mpshard.models",
+     "mpshard.shard.layout", "mpshard.shard.schedule"],
+)  # fmt: skip
+def test_import_starts_neither_mpi_nor_cupy(module: str) -> None:
+    assert not loaded_after(f"import {module}") & {"mpi4py.MPI", "cupy"}
+
+
+def test_no_place_of_a_machine_is_in_the_metadata() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert setup["metadata"]["version"] == "attr: mpshard.__version__"
+    assert {"mpich", "openmpi", "cuda12", "cuda13", "hf", "test", "dev"} <= set(setup["options.extras_require"])
+
+
+def test_ci_runs_what_the_readme_tells_people_to_run() -> None:
+    readme = (ROOT / "README.md").read_text()
+    command = re.search(r"python -m pytest\b[^\n`]*", readme)
+    assert command is not None
+    assert command[0].strip() in (ROOT / ".ci" / "run").read_text()
