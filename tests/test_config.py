@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mpshard import config as cfg
@@ -30,8 +30,7 @@ def test_defaults_are_valid_and_derived():
     assert cfg.resolve(config, "other") == config
 
 
-# intermediate_size of Llama 1 by the same rule: 8/3 d rounded up, to a multiple of 256 there (Touvron et al. 2023;
-# 7B: 4096 -> 11008); ours rounds to 64, which for these widths is as close or closer.
+# 2/3 of 4 d, as Llama 1 (Touvron et al. 2023, section 2.2), which rounds up to multiples of 256 where we take 64.
 @pytest.mark.parametrize(("d_model", "d_ff"), [(512, 1408), (768, 2048), (4096, 10944), (26, 128)])
 def test_llama_mlp_width(d_model, d_ff):
     assert cfg.load(None, ["model.arch=llama", f"model.d_model={d_model}"]).model.d_ff == d_ff
@@ -73,6 +72,7 @@ VALUES = st.fixed_dictionaries(
 
 
 @given(VALUES)
+@example({"train": cfg.TrainConfig(sample_prompt="".join(map(chr, range(0x20))) + "\"\\\x7f\x85\u2028\U0001f600")})
 def test_written_configuration_reads_back_equal(tmp_path_factory, values):
     config = cfg.resolve(Config(**values))
     path = tmp_path_factory.getbasetemp() / "effective.toml"
