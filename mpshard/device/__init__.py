@@ -1,0 +1,43 @@
+"""The device room: memory and kernels behind one protocol (`base.Device`). The only room that imports CuPy."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from mpshard.device.base import Array, Device, Kind, Memory
+
+__all__ = ["Array", "Device", "Kind", "Memory", "open_device"]
+
+
+def open_device(name: str = "auto", poison: bool = False) -> Device:
+    """The device called "numpy" or "cupy"; "auto" is CuPy where it is installed and finds a GPU, else NumPy.
+
+    Raises ValueError for another name and RuntimeError where CuPy is asked for and cannot be had.
+    """
+    if name not in ("numpy", "cupy", "auto"):
+        raise ValueError(f'device must be "numpy", "cupy" or "auto", not "{name}"')
+    reason = None if name == "numpy" else _why_no_cupy()
+    if name == "cupy" and reason is not None:
+        raise RuntimeError(f'device "cupy" cannot be used: {reason}')
+    if name == "numpy" or reason is not None:
+        from mpshard.device.numpy_device import NumpyDevice
+
+        return NumpyDevice(poison)
+    from mpshard.device.cupy_device import CupyDevice
+
+    return CupyDevice(poison)
+
+
+def _why_no_cupy() -> str | None:
+    """One line for the user, or None if a CuPy device can be opened."""
+    if find_spec("mpshard.device.cupy_device") is None:
+        return "this version of mpshard has no CuPy device yet"
+    if find_spec("cupy") is None:
+        return "CuPy is not installed (pip install 'mpshard[cuda12]' or 'mpshard[cuda13]')"
+    import cupy
+
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"CuPy finds no usable GPU ({error})"
+    return None if count else "CuPy finds no GPU"

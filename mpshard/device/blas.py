@@ -1,0 +1,60 @@
+"""The BLAS that NumPy found: which one it is, and how many threads it may use."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy  # noqa: F401  (loads the BLAS that threadpoolctl looks for)
+import threadpoolctl
+
+
+@dataclass(frozen=True)
+class BlasInfo:
+    """One loaded BLAS library. `architecture` is the kernel set it chose for this CPU, where it says."""
+
+    name: str
+    version: str
+    architecture: str
+    threads: int
+
+
+def blas_info() -> BlasInfo:
+    """The BLAS behind numpy.matmul; of several loaded ones the first. `name` is "unknown" where none is recognised."""
+    for library in threadpoolctl.threadpool_info():
+        if library["user_api"] == "blas":
+            architecture = library.get("architecture", "?")
+            return BlasInfo(library["internal_api"], library["version"] or "?", architecture, library["num_threads"])
+    return BlasInfo("unknown", "?", "?", 1)
+
+
+def set_blas_threads(n: int) -> int:
+    """Let every loaded BLAS use `n` threads; returns how many NumPy's uses now.
+
+    Raises ValueError for n < 1. A BLAS that threadpoolctl does not know keeps its number (then 1 is returned).
+    """
+    if n < 1:
+        raise ValueError(f"BLAS threads must be at least 1, not {n}")
+    threadpoolctl.threadpool_limits(limits=n, user_api="blas")
+    return blas_info().threads
+
+
+def available_cores() -> int:
+    """Cores this process may run on: its affinity, and no more than a container's quota of CPU time, rounded down."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """CPUs' worth of time the control group allows (version 2, then 1), None without a limit."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu/cpu.cfs_period_us").read_text()
+        except OSError:
+            return None
+    return None if quota in ("max", "-1") else float(quota) / float(period)

@@ -1,0 +1,77 @@
+"""Cross-entropy fused with the output projection: logits exist one chunk of tokens at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpshard.device.numpy_memory import NumpyMemory, block_rows, blocks
+
+CHUNK_BYTES = 8 << 20  # of logits: enough tokens for the products' full speed, small against the activations
+
+
+class LossKernels(NumpyMemory):
+    """The loss part of `mpshard.device.base.Device`."""
+
+    def cross_entropy(
+        self, x: np.ndarray, table: np.ndarray, targets: np.ndarray, ignore_index: int,
+        scale: float, dtable: np.ndarray | None, accumulate: bool, want_dx: bool,
+    ) -> tuple[float, np.ndarray | None]:  # fmt: skip
+        # With E = exp(logits - max), l = row sums of E:  d logits = scale / l * (E - l onehot). E is never divided:
+        # 1 / l scales the rows of x and of dx instead, which are d wide and not v.
+        v, d = table.shape
+        dx = self.empty(x.shape, x.dtype) if want_dx else None
+        valid = np.flatnonzero(targets != ignore_index)
+        if len(valid) < len(targets) and dx is not None:
+            dx[targets == ignore_index] = 0
+        _check_targets(targets, valid, v)
+        step = block_rows(len(valid), v * x.itemsize, CHUNK_BYTES)
+        logits = self.empty((step, v), x.dtype)
+        packed, scaled = self.empty((2, step, d), x.dtype)
+        ones = np.ones(v, x.dtype)
+        value = 0.0
+        for block in blocks(len(valid), v * x.itemsize, CHUNK_BYTES):
+            tokens, rows = valid[block], block.stop - block.start
+            if tokens[-1] - tokens[0] == rows - 1:  # consecutive: the rows are where they lie
+                tokens, inputs = slice(tokens[0], tokens[-1] + 1), x[tokens[0] : tokens[-1] + 1]
+            else:
+                inputs = np.take(x, tokens, axis=0, out=packed[:rows], mode="clip")
+            e, labels = np.matmul(inputs, table.T, out=logits[:rows]), targets[tokens]
+            sums = np.empty(rows, x.dtype)
+            value += _exponentials(e, labels, ones, sums)
+            if dx is None and dtable is None:
+                continue
+            e[np.arange(rows), labels] -= sums
+            factor = (scale / sums)[:, None]
+            if dtable is not None:
+                np.multiply(inputs, factor, out=scaled[:rows])
+                self.matmul(e.T, scaled[:rows], out=dtable, accumulate=accumulate)
+                accumulate = True
+            if dx is not None:
+                target = dx[tokens] if isinstance(tokens, slice) else scaled[:rows]
+                np.matmul(e, table, out=target)
+                target *= factor
+                if not isinstance(tokens, slice):
+                    dx[tokens] = target
+        if dtable is not None and not accumulate:
+            dtable.fill(0)
+        return value, dx
+
+
+def _exponentials(logits: np.ndarray, labels: np.ndarray, ones: np.ndarray, sums: np.ndarray) -> float:
+    """Turn logits (rows, v) into exp(logits - row maximum), in place; sums (rows,) = their sums; returns the loss."""
+    value = 0.0
+    for block in blocks(len(logits), logits.shape[1] * logits.itemsize):
+        part = logits[block]
+        part -= part.max(axis=1, keepdims=True)
+        at_label = part[np.arange(len(part)), labels[block]]
+        np.exp(part, out=part)
+        np.matmul(part, ones, out=sums[block])
+        value += float(np.sum(np.log(sums[block], dtype=np.float64) - at_label))
+    return value
+
+
+def _check_targets(targets: np.ndarray, valid: np.ndarray, v: int) -> None:
+    if len(valid):
+        used = targets[valid]
+        if used.min() < 0 or used.max() >= v:
+            raise IndexError(f"targets from {used.min()} to {used.max()} do not fit a vocabulary of {v}")
