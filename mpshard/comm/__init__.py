@@ -2,3 +2,9 @@
 
 Importing this room imports mpi4py.MPI and so initialises MPI; nothing outside imports it before it is needed.
 """
+
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+
+__all__ = ["world"]

@@ -69,6 +69,8 @@ class Pending:
 class Poll:
     """Progress between kernels: `poll` tests the operations under way, oldest first."""
 
+    name = "poll"
+
     def __init__(self) -> None:
         self.outstanding: list[Pending] = []
 
@@ -90,6 +92,8 @@ class Thread:
 
     Needs MPI.THREAD_MULTIPLE, since the main thread goes on making its own calls on another communicator.
     """
+
+    name = "thread"
 
     def __init__(self) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -123,6 +127,14 @@ class Thread:
 
 
 Progress = Poll | Thread
+
+
+def progress_for(choice: str, cores: int, world: int) -> Progress:
+    """`choice` "poll" or "thread"; "auto" takes the thread where the rank has a core for it and somebody to talk to."""
+    if choice not in ("auto", "poll", "thread"):
+        raise ValueError(f'progress={choice!r} is not known; use "auto", "poll" or "thread"')
+    threaded = choice == "thread" or (choice == "auto" and cores > 1 and world > 1)
+    return Thread() if threaded else Poll()
 
 
 def message(array: Array, blocks: int = 1) -> list[Any]:
@@ -164,8 +176,15 @@ def all_to_all(comm: MPI.Comm, progress: Progress, send: Array, recv: Array, the
     return progress.start(Pending((send, recv), recv, then), lambda: comm.Ialltoall(a, b), lambda: comm.Alltoall(a, b))
 
 
-def all_reduce(comm: MPI.Comm, values: np.ndarray, op: MPI.Op = MPI.SUM) -> np.ndarray:
-    """The element-wise sum (or `op`) over ranks of a small host array; blocking. Every rank gets the same bits."""
+def all_reduce(comm: MPI.Comm, values: np.ndarray) -> np.ndarray:
+    """The element-wise sum over ranks of a small host array; blocking. Every rank gets the same bits."""
     out = np.empty_like(values)
-    comm.Allreduce(values, out, op=op)
+    comm.Allreduce(values, out, op=MPI.SUM)
+    return out
+
+
+def all_max(comm: MPI.Comm, values: np.ndarray) -> np.ndarray:
+    """The element-wise maximum over ranks of a small host array; blocking."""
+    out = np.empty_like(values)
+    comm.Allreduce(values, out, op=MPI.MAX)
     return out

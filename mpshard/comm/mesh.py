@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from mpi4py import MPI
+
+from mpshard.device.blas import available_cores
 
 
 class Mesh:
@@ -14,6 +18,7 @@ class Mesh:
         cannot meet.
     rank, world: this rank's number and the number of ranks.
     node: those of them that share this rank's memory.
+    cores: how many this rank may keep busy without disturbing the others.
     """
 
     def __init__(self, comm: MPI.Comm) -> None:
@@ -21,6 +26,9 @@ class Mesh:
         self.comm = comm.Dup()
         self.rank, self.world = self.comm.rank, self.comm.size
         self.node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        # Ranks bound to the same cores share them; ranks bound apart do not.
+        mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        self.cores = max(1, available_cores() // self.node.allgather(mine).count(mine))
 
     @property
     def node_rank(self) -> int:

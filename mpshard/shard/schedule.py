@@ -105,10 +105,10 @@ def _schedule(stages: Sequence[Stage], uses: Sequence[Forward | Backward], prefe
     in_flight: list[Reduce] = []
     for now, use in enumerate(uses):
         program += [Gather(unit) for unit in gathers.get(now, ())]
-        if opens.get(now):  # a gradient buffer is needed: besides it only one reduce may be under way
-            while len(in_flight) > 1:
-                done = in_flight.pop(0)
-                program.append(Finish(done.unit, done.micro_batch))
+        # Where a gradient buffer is needed only one other reduce may be under way, and none of the same unit.
+        while opens.get(now) and in_flight and (len(in_flight) > 1 or in_flight[0].unit in opens[now]):
+            done = in_flight.pop(0)
+            program.append(Finish(done.unit, done.micro_batch))
         program.append(use)
         program += [Free(unit) for unit in frees.get(now, ())]
         for unit in last_gradient.get(now, ()):

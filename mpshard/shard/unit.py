@@ -100,12 +100,13 @@ class Unit:
     # -- gradients ---------------------------------------------------------------------------
     @property
     def gradient_is_open(self) -> bool:
-        return self._full_gradient is not None
+        """Whether backward may write: a buffer is attached and its reduce has not been started."""
+        return self._full_gradient is not None and self._reduce is None
 
     def open_gradient(self, slot: Array) -> None:
         """Attach the buffer that backward writes this micro-batch's gradient to. Its content is not read."""
-        if self.gradient_is_open:
-            raise RuntimeError(f"unit {self.name} already has an open gradient")
+        if self._full_gradient is not None:
+            raise RuntimeError(f"unit {self.name} cannot open a gradient: its last one has not been finished")
         self._full_gradient = slot[: self.layout.padded_size]
         for parameter, offset, size in self._views:
             parameter.bind_grad(self._full_gradient[offset:offset + size].reshape(parameter.shape))

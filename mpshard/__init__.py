@@ -1,0 +1,45 @@
+"""mpshard: fully sharded training of transformers on Python, arrays and MPI.
+
+    from mpi4py import MPI
+    import mpshard as mps
+
+    model = mps.models.llama(mps.LlamaConfig(n_layers=6, d_model=512))
+    sharded = mps.shard(model, MPI.COMM_WORLD)
+    optim = mps.AdamW(sharded, lr=3e-4)
+
+Importing this package imports neither MPI nor CuPy: a name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AdamW": "mpshard.optim",
+    "GPT2Config": "mpshard.models",
+    "LlamaConfig": "mpshard.models",
+    "Sampling": "mpshard.sample",
+    "Sharded": "mpshard.shard",
+    "StepOutput": "mpshard.shard",
+    "generate": "mpshard.sample",
+    "learning_rate": "mpshard.optim",
+    "shard": "mpshard.shard",
+}
+_ROOMS = ("autograd", "checkpoint", "comm", "config", "data", "device", "models", "nn", "observe", "optim")
+
+__all__ = ["__version__", *_HOMES, *_ROOMS]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _ROOMS:
+        return importlib.import_module(f"mpshard.{name}")
+    raise AttributeError(f"module 'mpshard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

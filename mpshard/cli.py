@@ -1,0 +1,77 @@
+"""The command line: `mpshard train`, alone or under mpirun/srun.
+
+Every command runs on every rank. What is wrong for the user's reasons is one line on rank 0 and exit status 2
+everywhere; anything else is a bug, whose traceback ends the job (`mpshard.comm.abort`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from mpshard import __version__, config
+from mpshard.config import ConfigError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+USAGE_STATUS = 2
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the console script; exits the process."""
+    arguments = parser().parse_args(argv)
+    sys.exit(in_world(arguments.run, arguments))
+
+
+def in_world(command: Callable[[argparse.Namespace, MPI.Comm], None], arguments: argparse.Namespace) -> int:
+    """Run a command on this rank of the job; 0, or 2 after a one-line error."""
+    from mpshard.comm import abort, world
+
+    abort.install(world)
+    try:
+        command(arguments, world)
+    except ConfigError as error:  # raised on every rank alike: see mpshard.comm.agree
+        world.Barrier()
+        if world.rank == 0:
+            print(f"mpshard: {error}", file=sys.stderr, flush=True)
+        return USAGE_STATUS
+    return 0
+
+
+def train(arguments: argparse.Namespace, world: MPI.Comm) -> None:
+    """`mpshard train CONFIG.toml [section.key=value ...]`."""
+    from mpshard import train as training
+    from mpshard.comm.agree import agree
+
+    def read() -> config.Config:
+        settings = config.load(arguments.config, arguments.settings)
+        config.validate(settings, world.size)
+        return settings
+
+    training.train(training.build(agree(world, read), world))
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands with their options; each `--help` ends with an example."""
+    top = argparse.ArgumentParser(prog="mpshard", description="Fully sharded training on arrays and MPI.")
+    top.add_argument("--version", action="version", version=f"mpshard {__version__}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, run: Callable[..., None], text: str, example: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text, epilog=f"example:\n  {example}",
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub.set_defaults(run=run)
+        return sub
+
+    sub = add("train", train, "Train a model as a TOML file says.",
+              "mpirun -n 2 mpshard train examples/stdlib_gpt.toml optim.lr=2e-3\n\nkeys:\n" + _keys())
+    sub.add_argument("config", metavar="CONFIG.toml")
+    sub.add_argument("settings", metavar="section.key=value", nargs="*", help="replaces what the file says")
+    return top
+
+
+def _keys() -> str:
+    return "\n".join(f"  {name} = {default}  ({kind}) {text}" for name, kind, default, text in config.describe())

@@ -1,0 +1,132 @@
+"""From a configuration to a trained model: build, step, log, evaluate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpshard import models
+from mpshard.comm import collectives
+from mpshard.comm.agree import agree
+from mpshard.config import Config, to_toml
+from mpshard.data import Batches, Data, open_data
+from mpshard.device.blas import set_blas_threads
+from mpshard.observe.console import Console
+from mpshard.observe.metrics import MetricsFile
+from mpshard.optim import AdamW, learning_rate
+from mpshard.sample import Sampling, generate
+from mpshard.shard import Sharded, StepOutput, shard
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass
+class Job:
+    """A run, built: what `train` needs, each piece usable by itself."""
+
+    config: Config
+    data: Data
+    sharded: Sharded
+    optim: AdamW
+    console: Console
+
+
+def build(config: Config, comm: MPI.Comm) -> Job:
+    """Open the data, make the model's shapes, cut it over the ranks of `comm`. `config` is resolved and valid.
+
+    Raises ConfigError, the same on every rank, for data that cannot be opened.
+    """
+    c, console = config, Console(speaks=comm.rank == 0)
+    data = agree(comm, lambda: open_data(config))
+    model = models.from_config(c.model)
+    sharded = shard(
+        model, comm, strategy=c.shard.strategy, prefetch=c.shard.prefetch, reduce=c.shard.reduce,
+        transport=c.shard.transport, progress=c.shard.progress, device=c.run.device, seed=c.train.seed,
+        ignore_index=c.data.ignore_index)
+    threads = set_blas_threads(sharded.mesh.cores)
+    optim = AdamW(
+        sharded, lr=c.optim.lr, betas=c.optim.betas, eps=c.optim.eps, weight_decay=c.optim.weight_decay,
+        clip_grad_norm=c.optim.clip_grad_norm, no_decay=c.optim.no_decay or None)
+    console.say(f"{c.model.arch}, {model.size:,} parameters in {len(sharded.units)} units; {comm.size} ranks, "
+                f"{threads} BLAS threads each, {sharded.device.name}; transport {sharded.transport.name}, progress by {sharded.progress.name}")
+    return Job(config, data, sharded, optim, console)
+
+
+def train(job: Job) -> float | None:
+    """Run all steps; leave metrics.jsonl and config.toml in the run directory. Returns the last evaluation loss."""
+    c, sharded, optim, console = job.config, job.sharded, job.optim, job.console
+    comm = sharded.mesh.comm
+    metrics = agree(comm, lambda: _open_run(c, comm.rank))
+    evaluation: float | None = None
+    console.start(c.train.steps)
+    for step in range(c.train.steps):
+        start = time.perf_counter()
+        batch = job.data.train.step_batch(step * c.train.global_batch_size, c.train.global_batch_size,
+                                          c.train.micro_batch_size, comm.rank, comm.size)
+        output = sharded.step(batch)
+        optim.lr = learning_rate(step, peak=c.optim.lr, steps=c.train.steps, warmup=c.optim.warmup_steps,
+                                 schedule=c.optim.schedule, floor=c.optim.min_lr_ratio)
+        updating = time.perf_counter()
+        optim.step(output)
+        record = step_record(job, step + 1, output, time.perf_counter() - start, time.perf_counter() - updating)
+        if (step + 1) % c.train.log_every == 0 or step + 1 == c.train.steps:
+            metrics.write(record)
+        console.advance(step + 1, output.loss, record["tokens_per_s"])
+        due = c.train.eval_every and (step + 1) % c.train.eval_every == 0
+        if job.data.eval is not None and (due or step + 1 == c.train.steps):
+            evaluation, _ = evaluate(sharded, job.data.eval, c.train.micro_batch_size, c.train.eval_batches)
+            metrics.write({"step": step + 1, "eval_loss": evaluation})
+            console.say(f"step {step + 1}/{c.train.steps}  evaluation loss {evaluation:.4f}")
+    console.stop()
+    metrics.close()
+    if c.train.sample_tokens:
+        console.say(_sample(job))
+    return evaluation
+
+
+def evaluate(sharded: Sharded, batches: Batches, micro_batch_size: int, limit: int = 0) -> tuple[float, int]:
+    """Mean loss over all valid tokens (nats) and their number; `limit` micro-batches over all ranks, 0 for all."""
+    mesh = sharded.mesh
+    return sharded.evaluate((inputs[0], targets[0]) for inputs, targets in
+                            batches.eval_batches(mesh.rank, mesh.world, micro_batch_size, limit))
+
+
+def step_record(job: Job, step: int, output: StepOutput, step_s: float, optim_s: float) -> dict[str, float]:
+    """The metrics line of a step: times and waits are the slowest rank's, bytes one rank's largest."""
+    mesh, counters = job.sharded.mesh, asdict(output.counters)
+    names = ["forward_s", "backward_s", "gather_wait_s", "reduce_wait_s", "bytes_gathered", "bytes_reduced"]
+    own = [*(counters[name] for name in names), step_s, optim_s, job.sharded.device.memory.peak(),
+           -output.counters.hidden_fraction]
+    largest = collectives.all_max(mesh.comm, np.array(own, np.float64))
+    slowest = dict(zip([*names, "step_s", "optim_s", "peak_bytes", "hidden_fraction"], map(float, largest), strict=True))
+    record = {"step": step, "loss": output.loss, "grad_norm": output.grad_norm, "lr": job.optim.lr, "tokens": output.tokens}
+    record |= {name: slowest[name] for name in ("step_s",)} | {"tokens_per_s": output.tokens / slowest["step_s"]}
+    record |= {name: slowest[name] for name in ("forward_s", "backward_s", "optim_s", "gather_wait_s", "reduce_wait_s")}
+    record |= {"hidden_fraction": -slowest["hidden_fraction"]}
+    record |= {name: int(slowest[name]) for name in ("bytes_gathered", "bytes_reduced", "peak_bytes")}
+    return record | {"world_size": mesh.world}
+
+
+def _open_run(config: Config, rank: int) -> MetricsFile:
+    """Make the run directory and write down what is effective; rank 0 alone writes."""
+    if rank != 0:
+        return MetricsFile(None)
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    return MetricsFile(folder / "metrics.jsonl")
+
+
+def _sample(job: Job) -> str:
+    """A continuation of train.sample_prompt (or of a document's beginning), as text."""
+    c, tokenizer = job.config, job.data.tokenizer
+    prompt = [int(i) for i in tokenizer.encode(c.train.sample_prompt)] or [tokenizer.separator]
+    ids = generate(job.sharded, prompt, c.train.sample_tokens, Sampling(temperature=0.8, seed=c.train.seed),
+                   window=c.model.max_seq_len)
+    return f"a sample:\n{tokenizer.decode(ids)}"
