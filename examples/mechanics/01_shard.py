@@ -80,6 +80,7 @@ if pictures is not None and tables is not None:  # rank 0: ranks' texts arrive i
     assert covered == [(name, i) for name in sizes for i in range(sizes[name])]  # each element once, in order
 
 # --- Way one: separate buffers. MPI_Iallgather, MPI 4.1 section 6.12.5 (blocking: 6.7). ------------------------------
+# (Sections are those of the standard's PDF; its HTML edition counts chapters one higher.)
 # The call returns at once and the data move later. Until Wait, the shard must not be written and `full` not be read.
 full = np.full(padded, np.nan, np.float32)
 request = world.Iallgather(shard, full)
