@@ -124,10 +124,14 @@ class Device(Protocol):
     def gelu(self, x: Array, approximate: bool) -> Array:
         """x * Phi(x) -> new array; `approximate`: the tanh form. Hendrycks, Gimpel 2016 (arXiv:1606.08415)."""
 
-    def gelu_backward(self, dy: Array, x: Array, approximate: bool) -> Array: ...
+    def gelu_backward(self, dy: Array, x: Array, approximate: bool, y: Array | None = None) -> Array:
+        """-> dx. `y` = gelu(x), where the caller still has it (the next product's input), may save the exponential."""
 
     def swiglu(self, gate_up: Array) -> Array:
-        """(n, 2f) holding gate and up side by side -> (n, f): silu(gate) * up. Shazeer 2020 (arXiv:2002.05202), eq. 6."""
+        """(n, 2f) holding gate and up side by side -> (n, f): silu(gate) * up.
+
+        Shazeer 2020 (arXiv:2002.05202), eq. 6.
+        """
 
     def swiglu_backward(self, dy: Array, gate_up: Array) -> Array:
         """-> (n, 2f)."""
@@ -141,7 +145,9 @@ class Device(Protocol):
         Su et al. 2021 (arXiv:2104.09864), eq. 34.
         """
 
-    def attention(self, qkv: Array, heads: int, kv_heads: int, scale: float, segments: Array | None = None) -> tuple[Array, Array]:
+    def attention(
+        self, qkv: Array, heads: int, kv_heads: int, scale: float, segments: Array | None = None
+    ) -> tuple[Array, Array]:
         """Causal attention of qkv (b, t, (h + 2k) e) -> y (b, t, h e), lse (b, h, t).
 
         In qkv lie h query heads, k key heads, k value heads; query head i reads key/value head i // (h/k).
@@ -165,8 +171,9 @@ class Device(Protocol):
 
         x (n, d), table (v, d), targets (n,) int64 with `ignore_index` where there is nothing to learn.
         The logits exist one chunk of tokens at a time and are needed for the value and for the gradient, so
-        both are made in the same pass: dx (n, d) is returned if wanted, dtable (v, d) is added into (None: not wanted), both
-        times `scale`; the value is not scaled. The sum is kept in float64. Tokens with `ignore_index` cost no product.
+        both are made in the same pass: dx (n, d) is returned if wanted, dtable (v, d) is added into (None: not wanted),
+        both times `scale`; the value is not scaled. The sum is kept in float64. Tokens with `ignore_index` cost no
+        product.
         Returns a host float here; on a GPU a 0-d array, read once a step.
         """
 

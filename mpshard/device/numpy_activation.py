@@ -17,6 +17,7 @@ from mpshard.device.numpy_memory import NumpyMemory, block_rows, blocks, flat
 # The tanh form of GELU is x / (1 + exp(-2u)), 2u = x (LINEAR + CUBIC x^2).
 LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = LINEAR * 0.044715
+TINY = 2e-37  # lost in any x that is not as small
 
 
 class ActivationKernels(NumpyMemory):
@@ -42,9 +43,11 @@ class ActivationKernels(NumpyMemory):
                     np.multiply(x1[block], s, out=y1[block])
         return y
 
-    def gelu_backward(self, dy: np.ndarray, x: np.ndarray, approximate: bool) -> np.ndarray:
+    def gelu_backward(
+        self, dy: np.ndarray, x: np.ndarray, approximate: bool, y: np.ndarray | None = None
+    ) -> np.ndarray:
         dx = self.empty(x.shape, x.dtype)
-        x1, dy1, dx1 = flat(x), flat(dy), flat(dx)
+        x1, dy1, dx1, y1 = flat(x), flat(dy), flat(dx), None if y is None else flat(y)
         scratch = self.empty((2, block_rows(x.size, x.itemsize)), x.dtype)
         with np.errstate(over="ignore"):
             for block in blocks(x.size, x.itemsize):
@@ -53,12 +56,17 @@ class ActivationKernels(NumpyMemory):
                 if approximate:
                     # y = x s(w), s = 1 / (1 + exp(-w)), w = x (LINEAR + CUBIC x^2):  y' = s (1 + (1 - s) x w')
                     np.multiply(x1[block], x1[block], out=t)
-                    np.multiply(t, -CUBIC, out=s)
-                    s -= LINEAR
-                    s *= x1[block]
-                    np.exp(s, out=s)
-                    s += 1
-                    np.divide(1, s, out=s)
+                    if y1 is not None:  # s = y / x, made to be 1/2 at x = 0
+                        np.add(x1[block], TINY, out=s)
+                        np.add(y1[block], TINY / 2, out=out)
+                        np.divide(out, s, out=s)
+                    else:
+                        np.multiply(t, -CUBIC, out=s)
+                        s -= LINEAR
+                        s *= x1[block]
+                        np.exp(s, out=s)
+                        s += 1
+                        np.divide(1, s, out=s)
                     t *= 3 * CUBIC
                     t += LINEAR
                     t *= x1[block]  # x w'
