@@ -13,7 +13,10 @@ Importing this package imports neither MPI nor CuPy: a name is loaded when it is
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a room and a function share this name (see mpshard.shard): tell type checkers that it is called
+    from mpshard.shard import shard as shard
 
 __version__ = "0.1.0"
 
@@ -26,11 +29,10 @@ _HOMES = {
     "StepOutput": "mpshard.shard",
     "generate": "mpshard.sample",
     "learning_rate": "mpshard.optim",
-    "shard": "mpshard.shard",
 }
-_ROOMS = ("autograd", "checkpoint", "comm", "config", "data", "device", "models", "nn", "observe", "optim")
+_ROOMS = ("autograd", "checkpoint", "comm", "config", "data", "device", "models", "nn", "observe", "optim", "shard")
 
-__all__ = ["__version__", *_HOMES, *_ROOMS]  # noqa: PLE0604
+__all__ = ["__version__", *_HOMES, *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,12 +8,24 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mpshard.autograd.ops import Loss
-from mpshard.autograd.tensor import Array, Tape, Tensor
-from mpshard.comm.transport import Transport
+from mpshard.autograd.tensor import Tape, Tensor
+from mpshard.comm.transport import Slot, Transport
 from mpshard.device.base import Device, Kind
 from mpshard.nn.module import MicroBatch, Module
 from mpshard.shard import schedule
-from mpshard.shard.schedule import Backward, Finish, Forward, Free, Gather, Instruction, Program, Reduce, Slots, Stage, Step
+from mpshard.shard.schedule import (
+    Backward,
+    Finish,
+    Forward,
+    Free,
+    Gather,
+    Instruction,
+    Program,
+    Reduce,
+    Slots,
+    Stage,
+    Step,
+)
 from mpshard.shard.unit import Unit
 
 
@@ -53,22 +65,22 @@ class Prepared:
 
 
 class Buffers:
-    """A set of flat arrays that programs share: each program asks for its sizes and gets the largest for the largest."""
+    """A set of slots that programs share: each program asks for its sizes and gets the largest for the largest."""
 
-    def __init__(self, allocate: Callable[[int], Array]) -> None:
+    def __init__(self, allocate: Callable[[int], Slot]) -> None:
         self.allocate = allocate
-        self.arrays: list[Array] = []
+        self.slots: list[Slot | None] = []
 
-    def fit(self, sizes: Sequence[int]) -> list[Array]:
-        """One array a slot, at least as large as asked; grown only if no earlier program needed as much."""
+    def fit(self, sizes: Sequence[int]) -> list[Slot]:
+        """One slot for each size, at least as large; made or grown only if no earlier program needed as much."""
         order = sorted(range(len(sizes)), key=lambda slot: -sizes[slot])
-        for rank, slot in enumerate(order):
-            if rank == len(self.arrays):
-                self.arrays.append(self.allocate(sizes[slot]))
-            elif self.arrays[rank].size < sizes[slot]:
-                self.arrays[rank] = None  # let the old one go before the larger one is made
-                self.arrays[rank] = self.allocate(sizes[slot])
-        return [self.arrays[order.index(slot)] for slot in range(len(sizes))]
+        for place, index in enumerate(order):
+            if place == len(self.slots):
+                self.slots.append(self.allocate(sizes[index]))
+            elif self.slots[place].array.size < sizes[index]:
+                self.slots[place] = None  # let the old one go before the larger one is made
+                self.slots[place] = self.allocate(sizes[index])
+        return [self.slots[order.index(index)] for index in range(len(sizes))]
 
 
 Observer = Callable[[Instruction, float, float], None]
@@ -88,8 +100,8 @@ class Engine:
         self.device, self.transport, self.poll = device, transport, poll
         self.observer: Observer | None = None
         dtype = next(iter(units.values())).dtype
-        self.full = Buffers(lambda size: transport.empty(size, dtype, Kind.GATHERED))
-        self.full_gradients = Buffers(lambda size: transport.empty(size, dtype, Kind.FULL_GRADIENT))
+        self.full = Buffers(lambda size: transport.slot(size, dtype, Kind.GATHERED))
+        self.full_gradients = Buffers(lambda size: transport.slot(size, dtype, Kind.FULL_GRADIENT))
         self.handlers: dict[type, Callable[..., None]] = {
             Gather: self._gather, Forward: self._forward, Free: self._free, Backward: self._backward,
             Reduce: self._reduce, Finish: self._finish, Step: lambda instruction: None}
@@ -112,7 +124,7 @@ class Engine:
         self.tapes: dict[tuple[str, int], tuple[Tape, Tensor | None, Tensor]] = {}  # (stage, micro-batch): tape, input, output
         self.stream: dict[int, Tensor] = {}  # what flows between stages: activations forward, then gradients backward
         self.outputs: list[Tensor] = []
-        self.full_of = self.full.fit(prepared.full.sizes)
+        self.full_of = [] if self.transport.in_place else self.full.fit(prepared.full.sizes)
         self.gradient_of = self.full_gradients.fit(prepared.gradients.sizes)
         gathered, reduced = self.transport.bytes_gathered, self.transport.bytes_reduced
         for self.index, instruction in enumerate(prepared.program):
@@ -126,7 +138,7 @@ class Engine:
         return self.outputs, self.counters
 
     def _gather(self, instruction: Gather) -> None:
-        slot = self.full_of[self.prepared.full.taken[self.index]]
+        slot = self.full_of[self.prepared.full.taken[self.index]] if self.full_of else None
         self.units[instruction.unit].start_gather(slot)
 
     def _wait_for(self, units: Sequence[str]) -> float:
@@ -161,7 +173,10 @@ class Engine:
         waited = self._wait_for(self.stages[name].backward_reads)
         for unit in self.stages[name].gradients:
             if not self.units[unit].gradient_is_open:
-                self.units[unit].open_gradient(self.gradient_of[self.prepared.gradients.taken[unit, mb]])
+                slot = self.gradient_of[self.prepared.gradients.taken[unit, mb]]
+                waited_for_slot = self.units[unit].open_gradient(slot)
+                self.counters.reduce_wait_s += waited_for_slot
+                waited += waited_for_slot
         tape, x, y = self.tapes.pop((name, mb))
         # The gradient of the sum of token losses is 1: nothing is divided here, the optimizer divides once by
         # the step's valid tokens, so accumulation, padding and world size drop out.

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mpshard.nn.module import Model
+
 
 @dataclass(frozen=True)
 class Gather:
@@ -79,6 +81,16 @@ class Stage:
     reads: tuple[str, ...]
     backward_reads: tuple[str, ...]
     gradients: tuple[str, ...]
+
+
+def stages_of(model: Model) -> list[Stage]:
+    """What the schedule must know of a model: a pure function of its modules."""
+    owner: Mapping[str, str] = {p.name: module.name for module in model.modules for p in module.parameters}
+    stages = []
+    for module in model.modules:
+        units = tuple(dict.fromkeys([*(owner[p.name] for p in module.borrowed), module.name]))
+        stages.append(Stage(module.name, units, units if module.backward_reads_weights else (), units))
+    return stages
 
 
 def training_program(stages: Sequence[Stage], micro_batches: int, prefetch: int) -> Program:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from mpshard.nn.init import fill
 from mpshard.nn.module import MicroBatch, Model
 from mpshard.shard import schedule
 from mpshard.shard.engine import Counters, Engine, Prepared
-from mpshard.shard.schedule import Stage
 from mpshard.shard.unit import Unit
 
 
@@ -53,7 +52,7 @@ class Sharded:
         self.units = {
             module.name: Unit(module.name, module.parameters, module.fused, mesh.rank, mesh.world, transport, device, dtype)
             for module in model.modules}
-        self.stages = stages_of(model)
+        self.stages = schedule.stages_of(model)
         self.engine = Engine(model.modules, self.stages, self.units, device, transport, progress.poll)
         self._programs: dict[int, Prepared] = {}  # by micro-batches a step; 0: forward only
         self.initialise()
@@ -79,6 +78,10 @@ class Sharded:
     def full_gradients(self) -> dict[str, np.ndarray]:
         """All gradients of the sum of token losses, whole, on every rank. Collective; for small models and tests."""
         return self._full(lambda unit: unit.gradient)
+
+    def close(self) -> None:
+        """Stop the communication thread, if there is one. The weights stay readable."""
+        self.progress.close()
 
     def _full(self, slice_of: Callable[[Unit], Array]) -> dict[str, np.ndarray]:
         whole: dict[str, np.ndarray] = {}
@@ -149,13 +152,3 @@ class Sharded:
     def _gradient_squares(self) -> float:
         """Sum of squares over this rank's slices: each element of the model lies in one slice, so it counts once."""
         return sum(self.device.sum_of_squares(unit.gradient[s.slice]) for unit in self.units.values() for s in unit.segments)
-
-
-def stages_of(model: Model) -> list[Stage]:
-    """What the schedule must know of a model: a pure function of its modules."""
-    owner: Mapping[str, str] = {p.name: module.name for module in model.modules for p in module.parameters}
-    stages = []
-    for module in model.modules:
-        units = tuple(dict.fromkeys([*(owner[p.name] for p in module.borrowed), module.name]))
-        stages.append(Stage(module.name, units, units if module.backward_reads_weights else (), units))
-    return stages
