@@ -108,7 +108,7 @@ class ShardConfig:
     strategy: Literal["full"] = key("full", "full: parameters, gradients and moments are sharded (ZeRO-3)")
     prefetch: int = key(1, "units gathered ahead of the one that computes", COUNT)
     reduce: Literal["mpi", "alltoall"] = key("mpi", "reduce-scatter by MPI, or all-to-all and a sum in rank order")
-    transport: Literal["auto", "mpi"] = key("auto", "how a unit travels")
+    transport: Literal["auto", "mpi", "shm"] = key("auto", "how a unit travels: as messages, or in memory that the ranks of a node share")
     progress: Literal["auto", "poll", "thread"] = key("auto", "who drives MPI while the rank computes")
 
 

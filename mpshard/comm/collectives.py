@@ -1,8 +1,11 @@
-"""Nonblocking collectives on flat arrays, and who makes them progress.
+"""Collectives that own their buffers, and who makes them progress.
+
+An operation is a generator: it yields what it waits for, a request of MPI or a condition, and goes on when that
+is there. So one text serves both ways of making progress, and an operation may have several stages.
 
 Note on progress. A nonblocking call is not overlapped by itself: somebody must be inside MPI. Measured over a
 400 Mbit/s link with the host busy in matrix products: nonblocking then Wait hides nothing; Test between
-kernels 90 %; one thread that runs the blocking calls in their order 94 %. With every core computing the thread
+kernels 90 %; one thread that runs the operations in their order 94 %. With every core computing, the thread
 only takes turns with the compute, so `Poll` is the choice when a rank has one core and `Thread` when it has more.
 
 Note on counts. MPI-4 gives counts of 64 bits, but Open MPI 5.0 still refuses 2^31 elements in one call. Above
@@ -15,7 +18,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,9 @@ from mpshard.device.base import Array
 
 COUNT_LIMIT = 2**31 - 1  # elements a rank in one call
 
+Awaited = MPI.Request | Callable[[], bool]
+Operation = Generator[Awaited, None, None]
+
 
 class Pending:
     """A communication under way. It owns its request and its buffers: nothing can be reused or collected too early.
@@ -33,31 +39,32 @@ class Pending:
     then: local work that completes the operation (a sum, an addition), run by `wait` on the caller's thread.
     """
 
-    def __init__(self, buffers: tuple[Array, ...], result: Array, then: Callable[[], None] | None = None) -> None:
-        self.buffers, self.result, self.then = buffers, result, then
-        self.started, self.finished = time.perf_counter(), None
-        self.request: MPI.Request | None = None
-        self.event: threading.Event | None = None
+    def __init__(self, operation: Operation, result: Array, then: Callable[[], None] | None = None) -> None:
+        self.operation, self.result, self.then = operation, result, then
+        self.started, self.finished = time.perf_counter(), 0.0
         self.error: BaseException | None = None
+        self.progress: Progress | None = None
+        self._awaited: Awaited | None = None
 
-    def test(self) -> bool:
-        """True once the data has arrived; for a polled operation this is also what moves it."""
-        if self.finished is None and self.request is not None and self.request.Test():
-            self.finished = time.perf_counter()
-        return self.finished is not None
+    def advance(self, block: bool = False) -> bool:
+        """Run the operation as far as it goes; with `block` to its end. True once it has ended."""
+        while not self.finished:
+            if self._awaited is not None and not _ready(self._awaited, block):
+                return False
+            try:
+                self._awaited = next(self.operation)
+            except StopIteration:
+                self._awaited, self.finished = None, time.perf_counter()
+        return True
 
     def wait(self) -> Array:
-        """Block until complete, do the local rest, return the result. The buffers are let go."""
-        if self.event is not None:
-            self.event.wait()
-            if self.error is not None:
-                raise self.error
-        elif not self.test():
-            self.request.Wait()
-            self.finished = time.perf_counter()
+        """Block until complete, do the local rest, return the result."""
+        self.progress.wait(self)
+        if self.error is not None:
+            raise self.error
         if self.then is not None:
             self.then()
-        self.buffers, self.then = (), None
+            self.then = None
         return self.result
 
     @property
@@ -66,29 +73,69 @@ class Pending:
         return (self.finished or time.perf_counter()) - self.started
 
 
+def _ready(awaited: Awaited, block: bool) -> bool:
+    if isinstance(awaited, MPI.Request):
+        if block:
+            awaited.Wait()
+            return True
+        return awaited.Test()
+    if block:
+        wait_until(awaited)
+        return True
+    return awaited()
+
+
+def wait_until(condition: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Ask again and again: at once at first, then yielding the core, then with naps, for ranks may outnumber cores."""
+    tries = 0
+    while not condition():
+        meanwhile()
+        tries += 1
+        if tries > 1000:
+            time.sleep(50e-6)
+        elif tries > 20:
+            time.sleep(0)
+
+
 class Poll:
-    """Progress between kernels: `poll` tests the operations under way, oldest first."""
+    """Progress between kernels: `poll` advances what is under way.
+
+    Operations of one lane run one after another, for those that make MPI calls at a later stage: their order must be
+    the same on all ranks. Operations without a lane make their call at once.
+    """
 
     name = "poll"
 
     def __init__(self) -> None:
         self.outstanding: list[Pending] = []
+        self.lanes: dict[str, list[Pending]] = {}
 
-    def start(self, pending: Pending, nonblocking: Callable[[], MPI.Request], blocking: Callable[[], None]) -> Pending:
-        pending.request = nonblocking()
-        self.outstanding.append(pending)
+    def start(self, pending: Pending, lane: str | None = None) -> Pending:
+        pending.progress = self
+        if lane is None:
+            if not pending.advance():
+                self.outstanding.append(pending)
+        else:
+            self.lanes.setdefault(lane, []).append(pending)
+            self.poll()
         return pending
 
     def poll(self) -> None:
         if self.outstanding:
-            self.outstanding = [pending for pending in self.outstanding if not pending.test()]
+            self.outstanding = [pending for pending in self.outstanding if not pending.advance()]
+        for line in self.lanes.values():
+            while line and line[0].advance():
+                del line[0]
+
+    def wait(self, pending: Pending) -> None:
+        wait_until(lambda: bool(pending.finished), meanwhile=self.poll)
 
     def close(self) -> None:
         pass
 
 
 class Thread:
-    """Progress on a thread of its own, which runs the blocking form of each operation in the order of their starts.
+    """Progress on a thread of its own, which runs the operations to their ends in the order of their starts.
 
     Needs MPI.THREAD_MULTIPLE, since the main thread goes on making its own calls on another communicator.
     """
@@ -98,28 +145,32 @@ class Thread:
     def __init__(self) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise RuntimeError("shard.progress=thread needs an MPI with MPI_THREAD_MULTIPLE; use shard.progress=poll")
-        self.jobs: queue.SimpleQueue[tuple[Pending, Callable[[], None]] | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[tuple[Pending, threading.Event] | None] = queue.SimpleQueue()
+        self.events: dict[Pending, threading.Event] = {}
         self.thread = threading.Thread(target=self._run, name="mpshard-comm", daemon=True)
         self.thread.start()
 
-    def start(self, pending: Pending, nonblocking: Callable[[], MPI.Request], blocking: Callable[[], None]) -> Pending:
-        pending.event = threading.Event()
-        self.jobs.put((pending, blocking))
+    def start(self, pending: Pending, lane: str | None = None) -> Pending:
+        pending.progress = self
+        event = self.events[pending] = threading.Event()
+        self.jobs.put((pending, event))
         return pending
 
     def _run(self) -> None:
         while (job := self.jobs.get()) is not None:
-            pending, blocking = job
+            pending, event = job
             try:
-                blocking()
+                pending.advance(block=True)
             except BaseException as error:  # handed to whoever waits: it must not die unseen in this thread
                 pending.error = error
-            pending.finished = time.perf_counter()
-            pending.event.set()
-            del job, pending, blocking
+            event.set()
+            del job, pending, event
 
     def poll(self) -> None:
         pass
+
+    def wait(self, pending: Pending) -> None:
+        self.events.pop(pending).wait()
 
     def close(self) -> None:
         self.jobs.put(None)
@@ -137,6 +188,7 @@ def progress_for(choice: str, cores: int, world: int) -> Progress:
     return Thread() if threaded else Poll()
 
 
+# -- the operations --------------------------------------------------------------------------
 def message(array: Array, blocks: int = 1) -> list[Any]:
     """An mpi4py buffer specification of a flat array, `blocks` equal parts; counts stay below COUNT_LIMIT.
 
@@ -156,24 +208,19 @@ def message(array: Array, blocks: int = 1) -> list[Any]:
     return [array, count // unit, datatype]
 
 
-def all_gather(comm: MPI.Comm, progress: Progress, shard: Array, full: Array) -> Pending:
+def all_gather(comm: MPI.Comm, shard: Array, full: Array) -> Operation:
     """Every rank's slice (m,) into full (world * m,), in rank order. MPI-4.1, section 6.7."""
-    send, recv = message(shard), message(full, comm.size)
-    return progress.start(Pending((shard, full), full),
-                          lambda: comm.Iallgather(send, recv), lambda: comm.Allgather(send, recv))
+    yield comm.Iallgather(message(shard), message(full, comm.size))
 
 
-def reduce_scatter(comm: MPI.Comm, progress: Progress, full: Array, out: Array, then: Callable[[], None] | None = None) -> Pending:
+def reduce_scatter(comm: MPI.Comm, full: Array, out: Array) -> Operation:
     """The sum over ranks of full (world * m,), slice r to rank r's out (m,), in an order MPI chooses. Section 6.10."""
-    return progress.start(Pending((full, out), out, then),
-                          lambda: comm.Ireduce_scatter_block(full, out, op=MPI.SUM),
-                          lambda: comm.Reduce_scatter_block(full, out, op=MPI.SUM))
+    yield comm.Ireduce_scatter_block(full, out, op=MPI.SUM)
 
 
-def all_to_all(comm: MPI.Comm, progress: Progress, send: Array, recv: Array, then: Callable[[], None] | None = None) -> Pending:
+def all_to_all(comm: MPI.Comm, send: Array, recv: Array) -> Operation:
     """Slice r of send (world * m,) to rank r; recv (world * m,) holds what came from each rank, in order. Section 6.8."""
-    a, b = message(send, comm.size), message(recv, comm.size)
-    return progress.start(Pending((send, recv), recv, then), lambda: comm.Ialltoall(a, b), lambda: comm.Alltoall(a, b))
+    yield comm.Ialltoall(message(send, comm.size), message(recv, comm.size))
 
 
 def all_reduce(comm: MPI.Comm, values: np.ndarray) -> np.ndarray:

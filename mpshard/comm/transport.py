@@ -1,8 +1,8 @@
-"""How a unit travels: the two verbs of sharding, gather and reduce, and the buffers that they need."""
+"""How a unit travels: the two verbs of sharding, gather and reduce, and the memory that they work on."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from mpi4py import MPI
 
@@ -11,21 +11,59 @@ from mpshard.comm.collectives import Pending, Progress
 from mpshard.device.base import Array, Device, Kind
 
 
+class Store:
+    """This rank's lasting slice of a unit.
+
+    local (m,): the slice, zero at first.
+    """
+
+    def __init__(self, local: Array) -> None:
+        self.local = local
+
+
+class Slot:
+    """A buffer that units are gathered into, or gradients written to, one after another.
+
+    private: no other rank reads the same memory.
+    """
+
+    private = True
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    def acquire(self) -> None:
+        """Return when this rank may write to the buffer: others may still be reading what it held."""
+
+
 class Transport(Protocol):
-    """Moves flat units between slices and full buffers. All ranks make the same calls in the same order."""
+    """Moves flat units between slices and full buffers. All ranks make the same calls in the same order.
+
+    in_place: a gather needs no slot, because the full unit lies together already.
+    bytes_gathered, bytes_reduced: what this rank had to receive for gathers and to send for reduces so far, counted
+        as (world - 1) slices each, whether as messages or through shared memory.
+    """
 
     name: str
-    bytes_gathered: int  # received by this rank so far
-    bytes_reduced: int  # sent by this rank so far
+    in_place: bool
+    bytes_gathered: int
+    bytes_reduced: int
 
-    def empty(self, size: int, dtype: object, kind: Kind) -> Array:
-        """A buffer that this transport can gather into or reduce from."""
+    def store(self, size: int, dtype: Any, kind: Kind) -> Store:
+        """Memory for a slice of `size` elements; collective."""
 
-    def gather(self, shard: Array, full: Array) -> Pending:
-        """Start collecting every rank's slice (m,) into full (world * m,)."""
+    def slot(self, size: int, dtype: Any, kind: Kind) -> Slot:
+        """Memory for a full unit or gradient of up to `size` elements; collective."""
 
-    def reduce(self, full: Array, out: Array, accumulate: bool) -> Pending:
-        """Start summing full (world * m,) over ranks; `wait` has put this rank's slice into out (m,), or added it."""
+    def gather(self, store: Store, slot: Slot | None) -> Pending:
+        """Start collecting every rank's slice (m,); `wait` returns the full vector (world * m,)."""
+
+    def release(self, slot: Slot | None) -> None:
+        """This rank no longer reads what it gathered into the slot."""
+
+    def reduce(self, slot: Slot, size: int, out: Array, accumulate: bool) -> Pending:
+        """Start summing the slot's first `size` elements over ranks; `wait` has put this rank's slice of the sum
+        into out (m,), or added it."""
 
 
 class MessageTransport:
@@ -36,28 +74,37 @@ class MessageTransport:
     """
 
     name = "mpi"
+    in_place = False
 
     def __init__(self, comm: MPI.Comm, device: Device, progress: Progress, ordered: bool = False) -> None:
-        # A communicator of its own: collectives of different kinds in flight must not depend on who else calls.
+        # A communicator of its own: its collectives' order must not depend on who else calls.
         self.comm, self.device, self.progress, self.ordered = comm.Dup(), device, progress, ordered
         self.bytes_gathered = self.bytes_reduced = 0
 
-    def empty(self, size: int, dtype: object, kind: Kind) -> Array:
-        return self.device.empty(size, dtype, kind)
+    def store(self, size: int, dtype: Any, kind: Kind) -> Store:
+        return Store(self.device.zeros(size, dtype, kind))
 
-    def gather(self, shard: Array, full: Array) -> Pending:
-        self.bytes_gathered += full.nbytes - shard.nbytes
-        return collectives.all_gather(self.comm, self.progress, shard, full)
+    def slot(self, size: int, dtype: Any, kind: Kind) -> Slot:
+        return Slot(self.device.empty(size, dtype, kind))
 
-    def reduce(self, full: Array, out: Array, accumulate: bool) -> Pending:
+    def gather(self, store: Store, slot: Slot | None) -> Pending:
+        full = slot.array[: store.local.size * self.comm.size]
+        self.bytes_gathered += full.nbytes - store.local.nbytes
+        return self.progress.start(Pending(collectives.all_gather(self.comm, store.local, full), full))
+
+    def release(self, slot: Slot | None) -> None:
+        pass
+
+    def reduce(self, slot: Slot, size: int, out: Array, accumulate: bool) -> Pending:
+        full, device, world = slot.array[:size], self.device, self.comm.size
         self.bytes_reduced += full.nbytes - out.nbytes
-        device, world = self.device, self.comm.size
         if self.ordered or out.size > collectives.COUNT_LIMIT:
-            parts = device.empty(full.size, full.dtype, Kind.STAGING)
-            return collectives.all_to_all(
-                self.comm, self.progress, full, parts,
-                then=lambda: device.ordered_sum(parts.reshape(world, -1), out, accumulate))
+            parts = device.empty(size, full.dtype, Kind.STAGING)
+            return self.progress.start(Pending(
+                collectives.all_to_all(self.comm, full, parts), out,
+                then=lambda: device.ordered_sum(parts.reshape(world, -1), out, accumulate)))
         if not accumulate:
-            return collectives.reduce_scatter(self.comm, self.progress, full, out)
+            return self.progress.start(Pending(collectives.reduce_scatter(self.comm, full, out), out))
         summed = device.empty(out.size, out.dtype, Kind.STAGING)
-        return collectives.reduce_scatter(self.comm, self.progress, full, summed, then=lambda: device.add(out, summed))
+        return self.progress.start(Pending(
+            collectives.reduce_scatter(self.comm, full, summed), out, then=lambda: device.add(out, summed)))

@@ -17,6 +17,7 @@ residual stream hands the same gradient to two readers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from types import ModuleType
 from typing import Any, Protocol
@@ -44,6 +45,9 @@ class Memory(Protocol):
     def peak(self, kind: Kind | None = None) -> int: ...
 
     def reset_peak(self) -> None: ...
+
+    def count(self, kind: Kind, nbytes: int) -> None:
+        """Take memory into the account that somebody else holds for this rank (a shared window)."""
 
 
 class Device(Protocol):
@@ -199,5 +203,5 @@ class Device(Protocol):
     def sum_of_squares(self, x: Array) -> float:
         """Sum of x[i]^2 of a flat array, in float64 from blocks."""
 
-    def ordered_sum(self, parts: Array, out: Array, accumulate: bool) -> None:
-        """out (m,) = or += parts[0] + parts[1] + ... of parts (world, m), in that order, in out's precision."""
+    def ordered_sum(self, parts: Sequence[Array], out: Array, accumulate: bool) -> None:
+        """out (m,) = or += parts[0] + parts[1] + ..., arrays (m,) or rows of one (world, m), in that order, in out's precision."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mpshard.device.numpy_memory import NumpyMemory, block_rows, blocks, flat
@@ -48,11 +50,11 @@ class UpdateKernels(NumpyMemory):
             total += float(np.dot(wide, wide))
         return total
 
-    def ordered_sum(self, parts: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
+    def ordered_sum(self, parts: Sequence[np.ndarray], out: np.ndarray, accumulate: bool) -> None:
         scratch = self.empty(block_rows(out.size, out.itemsize) if accumulate else 0, out.dtype)
         for block in blocks(out.size, out.itemsize):
             total = scratch[: block.stop - block.start] if accumulate else out[block]
-            np.copyto(total, parts[0, block])
+            np.copyto(total, parts[0][block])
             for part in parts[1:]:
                 np.add(total, part[block], out=total)
             if accumulate:

@@ -104,6 +104,11 @@ class BufferPool:
             self._peak = dict(self._current)
             self._total_peak = self._total
 
+    def count(self, kind: Kind, nbytes: int) -> None:
+        """Take memory into the account that somebody else holds for this rank (a shared window)."""
+        with self._lock:
+            self._count(kind, nbytes)
+
     @property
     def reserved(self) -> int:
         """Bytes of address space held from the system: a bound on what the pool makes resident."""

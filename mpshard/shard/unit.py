@@ -15,7 +15,7 @@ import numpy as np
 
 from mpshard.autograd.tensor import Parameter
 from mpshard.comm.collectives import Pending
-from mpshard.comm.transport import Transport
+from mpshard.comm.transport import Slot, Transport
 from mpshard.device.base import Array, Device, Kind
 from mpshard.shard.layout import Layout, lay_out
 
@@ -43,7 +43,8 @@ class Unit:
         self.layout: Layout = lay_out([(p.name, p.shape) for p in parameters], world)
         self.segments = self.layout.segments(rank)
         self.dtype = np.dtype(dtype)
-        self.shard = device.zeros(self.layout.shard_size, dtype, Kind.PARAMETER)
+        self.store = transport.store(self.layout.shard_size, dtype, Kind.PARAMETER)
+        self.shard = self.store.local
         self.gradient = device.zeros(self.layout.shard_size, dtype, Kind.GRADIENT)
         self.has_gradient = False
         self.state = State.SHARDED
@@ -52,6 +53,8 @@ class Unit:
         self._gather: Pending | None = None
         self._reduce: Pending | None = None
         self._full: Array | None = None
+        self._full_slot: Slot | None = None
+        self._gradient_slot: Slot | None = None
         self._full_gradient: Array | None = None
 
     def _fused_offset(self, fused: Parameter) -> int:
@@ -69,11 +72,11 @@ class Unit:
             raise RuntimeError(f"unit {self.name} cannot {verb}: it is {self.state.name}, not {state.name}")
 
     # -- weights -----------------------------------------------------------------------------
-    def start_gather(self, slot: Array) -> None:
-        """Start collecting the full vector in `slot` (at least padded_size elements)."""
+    def start_gather(self, slot: Slot | None) -> None:
+        """Start collecting the full vector in `slot` (at least padded_size elements), None if the transport needs none."""
         self._expect(State.SHARDED, "gather")
-        self.state = State.GATHERING
-        self._gather = self.transport.gather(self.shard, slot[: self.layout.padded_size])
+        self.state, self._full_slot = State.GATHERING, slot
+        self._gather = self.transport.gather(self.store, slot)
 
     def wait_full(self) -> tuple[float, float]:
         """Make sure that the unit is FULL. Returns the seconds waited and, if it was this call that completed the
@@ -93,9 +96,10 @@ class Unit:
         self._expect(State.FULL, "be freed")
         for parameter, _, _ in self._views:
             parameter.bind(None)
-        if self.device.poison:
+        if self.device.poison and self._full_slot is not None and self._full_slot.private:
             self._full.fill(np.nan)
-        self._full, self.state = None, State.SHARDED
+        self.transport.release(self._full_slot)
+        self._full, self._full_slot, self.state = None, None, State.SHARDED
 
     # -- gradients ---------------------------------------------------------------------------
     @property
@@ -103,13 +107,19 @@ class Unit:
         """Whether backward may write: a buffer is attached and its reduce has not been started."""
         return self._full_gradient is not None and self._reduce is None
 
-    def open_gradient(self, slot: Array) -> None:
-        """Attach the buffer that backward writes this micro-batch's gradient to. Its content is not read."""
+    def open_gradient(self, slot: Slot) -> float:
+        """Attach the buffer that backward writes this micro-batch's gradient to. Its content is not read.
+
+        Returns the seconds waited for others to have read what it held."""
         if self._full_gradient is not None:
             raise RuntimeError(f"unit {self.name} cannot open a gradient: its last one has not been finished")
-        self._full_gradient = slot[: self.layout.padded_size]
+        start = time.perf_counter()
+        slot.acquire()
+        waited = time.perf_counter() - start
+        self._gradient_slot, self._full_gradient = slot, slot.array[: self.layout.padded_size]
         for parameter, offset, size in self._views:
             parameter.bind_grad(self._full_gradient[offset:offset + size].reshape(parameter.shape))
+        return waited
 
     def start_reduce(self) -> None:
         """Start summing the gradient over ranks. Parameters that backward did not reach count as zero."""
@@ -120,7 +130,7 @@ class Unit:
                 full[offset:offset + size] = 0
         for parameter, _, _ in self._views:
             parameter.bind_grad(None)
-        self._reduce = self.transport.reduce(full, self.gradient, self.has_gradient)
+        self._reduce = self.transport.reduce(self._gradient_slot, full.size, self.gradient, self.has_gradient)
         self.has_gradient = True
 
     def finish_reduce(self) -> tuple[float, float]:
@@ -128,7 +138,7 @@ class Unit:
         start = time.perf_counter()
         self._reduce.wait()
         waited, in_flight = time.perf_counter() - start, self._reduce.seconds
-        if self.device.poison:
+        if self.device.poison and self._gradient_slot.private:
             self._full_gradient.fill(np.nan)
-        self._reduce = self._full_gradient = None
+        self._reduce = self._full_gradient = self._gradient_slot = None
         return waited, in_flight

@@ -27,16 +27,29 @@ def run(name, comm, micro=1, steps=20, **options):
         if step == 0:
             gradients = {k: v / outputs[0].tokens for k, v in sharded.full_gradients().items()}
         optim.step(outputs[-1])
-    return outputs, gradients, sharded.full_weights()
+    weights = sharded.full_weights()
+    sharded.close()
+    return outputs, gradients, weights
 
 
 @pytest.mark.parametrize("name", golden.NAMES)
-@pytest.mark.parametrize(("micro", "prefetch", "reduce", "progress"),
-                         [(1, 1, "mpi", "poll"), (1, 0, "alltoall", "poll"), (12, 2, "mpi", "poll"), (2, 1, "alltoall", "thread")])
-def test_equal_to_pytorch(comm, name, micro, prefetch, reduce, progress):
+@pytest.mark.parametrize(("micro", "options"), [
+    (1, {"transport": "mpi", "reduce": "mpi", "progress": "poll"}),
+    (1, {"transport": "mpi", "reduce": "alltoall", "progress": "poll", "prefetch": 0}),
+    (12, {"transport": "mpi", "reduce": "mpi", "progress": "poll", "prefetch": 2}),
+    (2, {"transport": "mpi", "reduce": "alltoall", "progress": "thread"}),
+    (1, {"transport": "shm", "progress": "poll"}),
+    (12, {"transport": "shm", "progress": "thread", "prefetch": 2}),
+    (1, {"transport": "shm", "progress": "poll", "ranks_on_node": 1}),
+    (1, {"transport": "shm", "progress": "poll", "ranks_on_node": 2}),
+    (2, {"transport": "shm", "progress": "thread", "ranks_on_node": 2}),
+])
+def test_equal_to_pytorch(comm, name, micro, options):
+    if comm.size % options.get("ranks_on_node", 1):
+        pytest.skip("the ranks do not fill such nodes")
     micro = micro if 12 % (micro * comm.size) == 0 else 12 // comm.size  # 12 sequences a step: one micro-batch a rank
     reference = golden.load(name)
-    outputs, gradients, weights = run(name, comm, micro, prefetch=prefetch, reduce=reduce, progress=progress)
+    outputs, gradients, weights = run(name, comm, micro, **options)
     np.testing.assert_allclose([o.loss for o in outputs], reference.losses64, rtol=1e-5)
     np.testing.assert_allclose([o.grad_norm for o in outputs], reference.grad_norms64, rtol=1e-4)
     assert sorted(gradients) == sorted(reference.gradients64) and sorted(weights) == sorted(reference.finals64)
@@ -50,10 +63,11 @@ def test_equal_to_pytorch(comm, name, micro, prefetch, reduce, progress):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_prefetch_changes_no_bit(comm, name):
+@pytest.mark.parametrize("transport", ["mpi", "shm"])
+def test_prefetch_changes_no_bit(comm, name, transport):
     losses, weights = [], []
     for prefetch in (0, 1, 2, 7):
-        outputs, _, final = run(name, comm, steps=4, prefetch=prefetch)
+        outputs, _, final = run(name, comm, steps=4, prefetch=prefetch, transport=transport)
         losses.append([o.loss for o in outputs])
         weights.append(final)
     assert all(other == losses[0] for other in losses[1:])
