@@ -6,10 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from mpshard.autograd.tensor import Parameter
 from mpshard.device.base import Array, Kind
-from mpshard.shard.sharded import Sharded, StepOutput
+
+if TYPE_CHECKING:
+    from mpshard.shard.sharded import Sharded, StepOutput
 
 
 def decays(parameter: Parameter, no_decay: Sequence[str] | None = None) -> bool:
