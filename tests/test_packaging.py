@@ -40,3 +40,16 @@ def test_ci_runs_what_the_readme_tells_people_to_run() -> None:
     command = re.search(r"python -m pytest\b[^\n`]*", readme)
     assert command is not None
     assert command[0].strip() in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_room_shard_and_the_function_shard_share_their_name() -> None:
+    code = """import mpshard as mps, mpshard.shard.layout
+assert callable(mps.shard)
+try: mps.shard(None, strategy="nonsense")
+except ValueError as error: print(error)
+from mpshard.shard import Sharded, shard
+assert callable(mps.shard) and mps.shard.layout and mps.Sharded is Sharded"""
+    env = clean_env({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "strategy='nonsense'" in done.stdout
