@@ -4,15 +4,16 @@ the gradient norm, comes with the step's output."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpshard.autograd.tensor import Parameter
 from mpshard.device.base import Array, Kind
 
 if TYPE_CHECKING:
     from mpshard.shard.sharded import Sharded, StepOutput
+    from mpshard.shard.unit import Unit
 
 
 def decays(parameter: Parameter, no_decay: Sequence[str] | None = None) -> bool:
@@ -81,6 +82,20 @@ class AdamW:
                     beta2=self.betas[1], eps=self.eps, weight_decay=self.weight_decay if decay else 0.0,
                     step=self.steps, gradient_scale=clip / output.tokens)
         return clip
+
+    # -- checkpoints -------------------------------------------------------------------------
+    def state(self) -> dict[str, Any]:
+        """The counters, for `load_state`: numbers that are the same on every rank."""
+        return {"steps": self.steps}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from counters that `state` returned."""
+        self.steps = int(state["steps"])
+
+    def state_tensors(self, unit: Unit) -> dict[str, Array]:
+        """What else a checkpoint must hold, by kind: arrays laid out as the unit's slice, saved as `kind.parameter`."""
+        first, second = self.moments[unit.name]
+        return {"exp_avg": first, "exp_avg_sq": second}
 
 
 def _runs(segments: Sequence[tuple[int, int, bool]]) -> list[tuple[slice, bool]]:

@@ -17,19 +17,33 @@ def agree(comm: MPI.Comm, action: Callable[[], T]) -> T:
 
     Raises
     ------
-    ConfigError : one line; names the ranks if not all of them failed. Other exceptions than ConfigError and OSError
-        are bugs and pass through, to the abort hook.
+    ConfigError : one line; names the ranks if not all of them failed. Of the kind (subclass) that was raised; an OSError
+        becomes one. Other exceptions are bugs and pass through, to the abort hook.
     """
-    result, problem = None, None
-    try:
-        result = action()
-    except ConfigError as error:
-        problem = str(error)
-    except OSError as error:
-        problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    result, problem = _attempt(action)
     problems = comm.allgather(problem)
-    failed = [rank for rank, text in enumerate(problems) if text is not None]
+    failed = [rank for rank, found in enumerate(problems) if found is not None]
     if failed:
         where = "" if len(failed) == comm.size else f" (on rank {', '.join(map(str, failed[:8]))} of {comm.size})"
-        raise ConfigError(problems[failed[0]] + where)
+        kind, text = problems[failed[0]]
+        raise kind(text + where)
     return result
+
+
+def on_root(comm: MPI.Comm, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 alone and give its result to all, or raise its error on all, as `agree` does. Collective."""
+    result, problem = comm.bcast(_attempt(action) if comm.rank == 0 else None)
+    if problem is not None:
+        kind, text = problem
+        raise kind(text)
+    return result
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, tuple[type[ConfigError], str] | None]:
+    """What an action returns, and how it failed."""
+    try:
+        return action(), None
+    except ConfigError as error:
+        return None, (type(error), str(error))
+    except OSError as error:
+        return None, (ConfigError, f"{error.filename}: {error.strerror}" if error.filename else str(error))

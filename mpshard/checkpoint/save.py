@@ -1,0 +1,176 @@
+"""From a sharded model to a directory that `transformers` opens: all ranks write at once, nothing is gathered."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpshard import __version__
+from mpshard.checkpoint import manifest, publish, transfer
+from mpshard.checkpoint.dtypes import code_of, is_exact
+from mpshard.checkpoint.hf_config import to_hf
+from mpshard.checkpoint.manifest import OPTIMIZER, STATE, CheckpointError, State
+from mpshard.checkpoint.safetensors_file import INDEX, Spec, index, lay_out, split
+from mpshard.checkpoint.transfer import Piece
+from mpshard.comm.agree import agree, on_root
+from mpshard.device.base import Device, Kind
+from mpshard.shard.sharded import Sharded
+from mpshard.shard.unit import Unit
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpshard.optim import AdamW
+
+MASTER = "master"  # kind of the exact weights in optimizer.safetensors, where model.safetensors rounds them
+
+
+@dataclass(frozen=True)
+class Content:
+    """All that a checkpoint directory will hold: this rank's pieces of each file, and the files that rank 0 writes.
+
+    specs: the tensors of each safetensors file, in order, the same on every rank.
+    pieces: this rank's, arrays of the model itself or copies of them (see `snapshot`).
+    """
+
+    state: State
+    specs: Mapping[str, Sequence[Spec]]
+    pieces: Mapping[str, Sequence[Piece]]
+    texts: Mapping[str, bytes]
+
+
+def content_of(sharded: Sharded, optim: AdamW | None, state: State, *, dtype: str = "", max_shard_bytes: int = 0,
+               tokenizer: bytes | None = None, separator: int | None = None) -> Content:
+    """What to write down of a model and its optimizer. Collective; nothing is copied.
+
+    Parameters
+    ----------
+    optim: None to leave the optimizer out: then training cannot be resumed from it.
+    state: its counters (step, position, ...); the rest is filled in here and by `write`.
+    dtype: "fp32" or "bf16", type of the weights in the file; "" as they are. If it rounds them, the exact weights are
+        kept in optimizer.safetensors.
+    max_shard_bytes: larger models are cut into several files; 0: never.
+    tokenizer: content of tokenizer.json. separator: the token that ends a document.
+    """
+    units, weights, exact = list(sharded.units.values()), [], {}
+    for unit in units:
+        code = {"": code_of(unit.dtype), "fp32": "F32", "bf16": "BF16"}[dtype]
+        exact[unit.name] = is_exact(unit.dtype, code)
+        weights += [(place.name, code, place.shape) for place in unit.layout.placements]
+    files = split(weights, max_shard_bytes)
+    home = {spec[0]: file for file, specs in files.items() for spec in specs}
+    pieces: dict[str, list[Piece]] = {file: [] for file in files}
+    for unit in units:
+        for s in unit.segments:
+            pieces[home[s.name]].append(Piece(s.name, s.start, s.stop, unit.shard[s.slice]))
+    specs: dict[str, Sequence[Spec]] = dict(files)
+    if optim is not None:
+        specs[OPTIMIZER], pieces[OPTIMIZER] = _of_optimizer(sharded, optim, exact)
+        state = replace(state, optimizer=optim.state())
+    state = replace(state, random={"seed": sharded.seed, "step": sharded.steps}, world=sharded.mesh.world,
+                    tokenizer="bytes" if tokenizer is None else "tokenizer.json", version=__version__)
+    config = to_hf(sharded.model.config, weights[0][1], separator)
+    texts = {"config.json": json.dumps(config, indent=2).encode() + b"\n"}
+    if len(files) > 1:
+        texts[INDEX] = json.dumps(index(files), indent=2).encode() + b"\n"
+    if tokenizer is not None:
+        texts["tokenizer.json"] = tokenizer
+    return Content(state, specs, pieces, texts)
+
+
+def optimizer_pieces(units: Sequence[Unit], optim: AdamW, exact: Mapping[str, bool]) -> list[tuple[tuple[int, int, int], Spec, Piece]]:
+    """This rank's part of optimizer.safetensors: (place in the file's order, tensor, piece).
+
+    exact: units whose weights the model's files hold as they are; of the others the masters go here.
+    """
+    found = []
+    for u, unit in enumerate(units):
+        kinds = dict(optim.state_tensors(unit))
+        if not exact[unit.name]:
+            kinds[MASTER] = unit.shard
+        places = {place.name: (p, place.shape) for p, place in enumerate(unit.layout.placements)}
+        for k, (kind, array) in enumerate(kinds.items()):
+            for s in unit.segments:
+                p, shape = places[s.name]
+                name = f"{kind}.{s.name}"
+                found.append(((u, k, p), (name, code_of(array.dtype), shape), Piece(name, s.start, s.stop, array[s.slice])))
+    return found
+
+
+def _of_optimizer(sharded: Sharded, optim: AdamW, exact: Mapping[str, bool]) -> tuple[list[Spec], list[Piece]]:
+    """The tensors of optimizer.safetensors, agreed between the ranks, and this rank's pieces. Collective."""
+    mine = optimizer_pieces(list(sharded.units.values()), optim, exact)
+    everywhere = sharded.mesh.comm.allgather([(order, spec) for order, spec, _ in mine])
+    specs = dict(entry for of_rank in everywhere for entry in of_rank)
+    return [spec for _, spec in sorted(specs.items())], [piece for _, _, piece in mine]
+
+
+def snapshot(content: Content, device: Device) -> Content:
+    """The same with copies of this rank's arrays, so that training can go on while they are written."""
+    copies = {
+        file: [replace(piece, array=_copy(piece, device)) for piece in pieces] for file, pieces in content.pieces.items()}
+    return replace(content, pieces=copies)
+
+
+def _copy(piece: Piece, device: Device) -> object:
+    copy = device.empty(piece.stop - piece.start, piece.array.dtype, Kind.STAGING)
+    copy[:] = piece.array
+    return copy
+
+
+def write(comm: MPI.Comm, root: Path, content: Content, device: Device, keep: int = 2) -> Path:
+    """Write a checkpoint into `root`, verify it, publish it; returns its directory. Collective.
+
+    keep: how many checkpoints stay in `root`; 0 for all.
+
+    Raises
+    ------
+    ConfigError, on every rank: disk full, no permission, what was read back is not what was written. Earlier checkpoints
+    are as they were, and nothing of this one is left.
+    """
+    headers = {file: lay_out(specs) for file, specs in content.specs.items()}
+    needed = sum(max((t.stop for t in tensors.values()), default=len(header)) for header, tensors in headers.values())
+    partial = on_root(comm, lambda: _begin(root, content.state.step, needed))
+    try:
+        files = {}
+        for file, (header, tensors) in headers.items():
+            sums = transfer.write(comm, partial / file, header, tensors, content.pieces[file], device)
+            again = transfer.read(comm, partial / file, tensors, [replace(p, array=None) for p in content.pieces[file]], device)
+            agree(comm, lambda file=file, sums=sums, again=again: _compare(partial / file, sums, again))
+            of_all = comm.gather(sums)
+            if of_all is not None:
+                ranges = manifest.in_order([s for of_rank in of_all for s in of_rank])
+                files[file] = manifest.describe_data(header, tensors, ranges)
+        return on_root(comm, lambda: _finish(partial, content, files, keep))
+    except (OSError, ValueError):
+        on_root(comm, lambda: publish.discard(partial))
+        raise
+
+
+def _begin(root: Path, step: int, needed: int) -> Path:
+    partial = publish.begin(root, step)
+    status = os.statvfs(partial)
+    free = status.f_bavail * status.f_frsize
+    if needed > free:
+        publish.discard(partial)
+        raise CheckpointError(f"{root}: no space for a checkpoint of {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free")
+    return partial
+
+
+def _compare(path: Path, written: Sequence[transfer.Sum], read: Sequence[transfer.Sum]) -> None:
+    for w, r in zip(written, read, strict=True):
+        if w != r:
+            raise CheckpointError(f"{path}: {w.name}[{w.start}:{w.stop}] was not read back as it was written")
+
+
+def _finish(partial: Path, content: Content, files: dict, keep: int) -> Path:
+    for name, text in content.texts.items():
+        publish.write_file(partial / name, text)
+        files[name] = manifest.describe_text(text)
+    publish.write_file(partial / STATE, replace(content.state, files=files).dumps().encode())
+    manifest.open_store(partial)  # what a resume will check, checked now
+    return publish.publish(partial, keep)

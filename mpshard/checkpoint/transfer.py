@@ -1,0 +1,125 @@
+"""Pieces of tensors to a safetensors file and back: every rank its own byte ranges, all at once.
+
+Bytes pass through one small buffer a rank. On the way they are converted to the file's type and their checksums
+computed, so nothing is read or walked through twice.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from mpshard.checkpoint import dtypes
+from mpshard.checkpoint.extents import Batch, Extent, batches, cut, extent
+from mpshard.checkpoint.safetensors_file import Tensor
+from mpshard.comm.agree import agree
+from mpshard.comm.files import SharedFile, in_rounds
+from mpshard.device.base import Array, Device, Kind
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+CHUNK = 4 << 20  # bytes of the buffer; more made neither writing nor reading faster
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of the flattened tensor `name`, and where this rank keeps them (flat; None: nowhere)."""
+
+    name: str
+    start: int
+    stop: int
+    array: Array | None = None
+
+
+class Sum(NamedTuple):
+    """The CRC-32 of the bytes of elements [start, stop) of a tensor as stored."""
+
+    name: str
+    start: int
+    stop: int
+    crc: int
+
+
+def write(comm: MPI.Comm, path: Path, header: bytes, tensors: Mapping[str, Tensor], pieces: Sequence[Piece],
+          device: Device, chunk: int = CHUNK) -> list[Sum]:
+    """Write a file from every rank's pieces; returns this rank's checksums. Collective.
+
+    Raises ConfigError, on every rank, if the file cannot be written.
+    """
+    extents = [extent(tensors[piece.name], piece.start, piece.stop) for piece in pieces]
+    sums = [0] * len(pieces)
+    with SharedFile(comm, path, write=True) as file:
+        plan = batches(extents, chunk)
+        buffer = device.empty(max([len(header) if comm.rank == 0 else 0, *(b.nbytes for b in plan)]), np.uint8, Kind.STAGING)
+
+        def step(batch: Batch | None) -> None:
+            if batch is None:
+                return file.write_at_all(0, buffer[:0])
+            for part in batch.parts:
+                piece = pieces[part.index]
+                tensor = tensors[piece.name]
+                raw = buffer[part.at:part.at + (part.hi - part.lo) * tensor.itemsize]
+                dtypes.encode(device.to_host(piece.array[part.lo:part.hi]), tensor.dtype, raw)
+                sums[part.index] = zlib.crc32(raw, sums[part.index])
+            file.write_at_all(batch.offset, buffer[:batch.nbytes])
+
+        def everything() -> None:
+            in_rounds(comm, [header] if comm.rank == 0 else [], write_header)
+            in_rounds(comm, plan, step)
+
+        def write_header(data: bytes | None) -> None:
+            file.write_at_all(0, np.frombuffer(data or b"", np.uint8))
+
+        agree(comm, everything)
+    return [Sum(piece.name, piece.start, piece.stop, crc) for piece, crc in zip(pieces, sums, strict=True)]
+
+
+def read(comm: MPI.Comm, path: Path, tensors: Mapping[str, Tensor], pieces: Sequence[Piece], device: Device,
+         ends: Mapping[str, Sequence[int]] | None = None, chunk: int = CHUNK) -> list[Sum]:
+    """Fill every rank's pieces from a file, converted to the type of their arrays; returns checksums. Collective.
+
+    Only the bytes of this rank's pieces are read.
+
+    Parameters
+    ----------
+    ends: for each tensor, the sorted element numbers at which its checksummed ranges end: pieces are cut there, so that
+        each checksum returned belongs to one range.
+
+    Raises ConfigError, on every rank, if the file cannot be read.
+    """
+    cuts = list(_cuts(pieces, tensors, ends or {}))
+    extents = [e for _, e in cuts]
+    sums = [0] * len(cuts)
+    with SharedFile(comm, path) as file:
+        plan = batches(extents, chunk)
+        buffer = device.empty(max([0, *(b.nbytes for b in plan)]), np.uint8, Kind.STAGING)
+
+        def step(batch: Batch | None) -> None:
+            if batch is None:
+                return file.read_at_all(0, buffer[:0])
+            file.read_at_all(batch.offset, buffer[:batch.nbytes])
+            for part in batch.parts:
+                piece, e = cuts[part.index]
+                raw = buffer[part.at:part.at + (part.hi - part.lo) * e.itemsize]
+                sums[part.index] = zlib.crc32(raw, sums[part.index])
+                if piece.array is not None:
+                    at = e.start - piece.start + part.lo
+                    target = piece.array[at:at + part.hi - part.lo]
+                    values = dtypes.decode(raw, tensors[e.name].dtype).astype(target.dtype, copy=False)
+                    target[:] = values if isinstance(target, np.ndarray) else device.from_host(values, Kind.STAGING)
+
+        agree(comm, lambda: in_rounds(comm, plan, step))
+    return [Sum(e.name, e.start, e.stop, crc) for e, crc in zip(extents, sums, strict=True)]
+
+
+def _cuts(pieces: Sequence[Piece], tensors: Mapping[str, Tensor],
+          ends: Mapping[str, Sequence[int]]) -> Iterable[tuple[Piece, Extent]]:
+    for piece in pieces:
+        for part in cut(extent(tensors[piece.name], piece.start, piece.stop), ends.get(piece.name, ())):
+            yield piece, part
