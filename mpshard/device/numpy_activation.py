@@ -17,7 +17,6 @@ from mpshard.device.numpy_memory import NumpyMemory, block_rows, blocks, flat
 # The tanh form of GELU is x / (1 + exp(-2u)), 2u = x (LINEAR + CUBIC x^2).
 LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = LINEAR * 0.044715
-TINY = 2e-37  # lost in any x that is not as small
 
 
 class ActivationKernels(NumpyMemory):
@@ -49,17 +48,17 @@ class ActivationKernels(NumpyMemory):
         dx = self.empty(x.shape, x.dtype)
         x1, dy1, dx1, y1 = flat(x), flat(dy), flat(dx), None if y is None else flat(y)
         scratch = self.empty((2, block_rows(x.size, x.itemsize)), x.dtype)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # 0 / 0 is replaced
             for block in blocks(x.size, x.itemsize):
                 s, t = scratch[:, : block.stop - block.start]
                 out = dx1[block]
                 if approximate:
-                    # y = x s(w), s = 1 / (1 + exp(-w)), w = x (LINEAR + CUBIC x^2):  y' = s (1 + (1 - s) x w')
+                    # y = x s(w), s = 1 / (1 + exp(-w)), w = x (LINEAR + CUBIC x^2):  y' = s + (1 - s) y w'
                     np.multiply(x1[block], x1[block], out=t)
-                    if y1 is not None:  # s = y / x, made to be 1/2 at x = 0
-                        np.add(x1[block], TINY, out=s)
-                        np.add(y1[block], TINY / 2, out=out)
-                        np.divide(out, s, out=s)
+                    if y1 is not None:
+                        np.divide(y1[block], x1[block], out=s)
+                        if np.isnan(s.min()):
+                            s[x1[block] == 0] = 0.5
                     else:
                         np.multiply(t, -CUBIC, out=s)
                         s -= LINEAR
@@ -69,11 +68,10 @@ class ActivationKernels(NumpyMemory):
                         np.divide(1, s, out=s)
                     t *= 3 * CUBIC
                     t += LINEAR
-                    t *= x1[block]  # x w'
                     np.subtract(1, s, out=out)
                     out *= t
-                    out += 1
-                    out *= s
+                    out *= y1[block] if y1 is not None else np.multiply(x1[block], s, out=t)
+                    out += s
                 else:
                     # y = x Phi(x):  y' = Phi + x phi
                     normal_distribution(x1[block], s, t, out)
@@ -149,7 +147,10 @@ def normal_distribution(x: np.ndarray, cdf: np.ndarray, density: np.ndarray, scr
     np.exp(density, out=density)
     density *= 1 / math.sqrt(2 * math.pi)
     cdf *= density  # Phi(-|x|)
-    np.subtract(1, cdf, out=cdf, where=x > 0)
+    np.copysign(0.5, x, out=scratch)
+    scratch += 0.5
+    np.subtract(scratch, cdf, out=cdf)  # 1 - Phi(-|x|) for x > 0, -Phi(-|x|) for x < 0
+    np.abs(cdf, out=cdf)
 
 
 CENTRE = 4.0  # c above: t = 0 there

@@ -2,14 +2,14 @@
 
 Note on layout. The g = h / k query heads that read one key/value head are folded into the rows of the query
 block: row = position * g + head in group. A product then serves the whole group, and any range of positions is a
-range of rows. Several key/value heads are taken at once (the leading axis of every scratch array), so that short
-sequences do not pay for NumPy calls; np.matmul hands each strided head to BLAS without a copy.
+range of rows. Several heads (and sequences, if short) are taken at once, as the leading axes of every scratch array,
+to make few NumPy calls of the work; np.matmul hands each strided head to BLAS without a copy.
 
-Note on the row maximum. Softmax subtracts each row's maximum so that exp does not overflow. Subtracting along rows
-costs as much as a product here. Scores within +-SAFE need it for nothing: exp(40) summed over any t, and exp(-40), are
-ordinary numbers, and the maximum cancels exactly. So each block of scores is looked at (two passes), and only a
-block that leaves this range takes the general way, the running maximum of the paper's online softmax. Backward knows
-the range from lse, and exp(-lse) scales the rows of dy instead of the scores.
+Note on the row maximum. Softmax subtracts each row's maximum so that exp does not overflow, and NumPy's passes along
+short rows cost as much as a product here. While scores stay moderate exp of them as they are is just as exact,
+since the maximum cancels; whether they did is seen from the sums alone. So each block of queries is done without, and once
+more with the running maximum of the paper's online softmax where a sum left [SMALL, LARGE]. Backward subtracts the known
+lse inside the product that makes the scores: queries get a last column -lse, keys one of ones. Likewise for dP - D.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 
 from mpshard.device.numpy_memory import NumpyMemory
 
-SAFE = 40.0  # scores within +-SAFE are exponentiated as they are
 QUERIES = 64  # positions of a block on the diagonal: fewer waste less above it, more make better products
-SCORE_BYTES = 256 << 10  # of one block of scores
+SCORE_BYTES = 512 << 10  # of one block of scores
+SMALL, LARGE = 1e-17, 1e26  # about exp(-40), below which lost exp(-87) would count; exp(60), far from float32's end
 
 
 class AttentionKernels(NumpyMemory):
@@ -34,46 +34,32 @@ class AttentionKernels(NumpyMemory):
         b, t, width = qkv.shape
         g, e = heads // kv_heads, width // (heads + 2 * kv_heads)
         y, lse = self.empty((b, t, heads * e), qkv.dtype), self.empty((b, heads, t), qkv.dtype)
-        plan = _Plan(t, g, kv_heads, qkv.dtype)
+        plan = _Plan(b if segments is None else 1, t, kv_heads, g, qkv.dtype)
         scores = self.empty(plan.score_size, qkv.dtype)
-        rows_all, sums_all, parts_all = self.empty((3, plan.heads * plan.queries * g * e), qkv.dtype)
+        size = plan.sequences * plan.heads * plan.queries * g * e
+        queries_all, total_all, part_all = self.empty((3, size), qkv.dtype)
         for i, chunk in plan.chunks(b):
             q, k, v = _split(qkv[i], kv_heads, g, e, chunk)
-            y_heads = y[i].reshape(t, kv_heads, g, e)[:, chunk].transpose(1, 0, 2, 3)
-            lse_heads = lse[i].reshape(kv_heads, g, t)[chunk]
-            c = len(k)
+            y_out = y[i].reshape(-1, t, kv_heads, g, e)[:, :, chunk].transpose(0, 2, 1, 3, 4)
+            lse_out = lse[i].reshape(-1, kv_heads, g, t)[:, chunk]
             for q0, q1 in plan.diagonal():
-                rows = (q1 - q0) * g
-                shape = (c, rows, e)
-                queries, total, part = _shaped(rows_all, shape), _shaped(sums_all, shape), _shaped(parts_all, shape)
-                np.multiply(q[:, q0:q1], scale, out=queries.reshape(c, q1 - q0, g, e))
-                maximum, weight = None, None
-                for k0, k1 in [(q0, q1), *plan.ranges(0, q0)]:
-                    hidden = None if segments is None else _hidden(segments[i], q0, q1, k0, k1, g)
-                    if hidden is ALL:
-                        continue
-                    s = np.matmul(queries, k[:, k0:k1].transpose(0, 2, 1), out=_shaped(scores, (c, rows, k1 - k0)))
-                    safe = maximum is None and s.max() < SAFE and s.min() > -SAFE
-                    if k0 == q0:
-                        s += plan.mask[:rows, : k1 - k0]
-                    if hidden is not None:
-                        np.copyto(s, -np.inf, where=hidden)
-                    if not safe:
-                        maximum = _shift(s, maximum, weight, total)
-                    np.exp(s, out=s)
-                    exp_sum = s @ plan.ones[: k1 - k0]
-                    if weight is None:
-                        weight = exp_sum
-                        np.matmul(s, v[:, k0:k1], out=total)
-                    else:
-                        weight += exp_sum
-                        total += np.matmul(s, v[:, k0:k1], out=part)
-                total /= weight[..., None]
-                y_heads[:, q0:q1] = total.reshape(c, q1 - q0, g, e)
+                queries = _folded(queries_all, q[:, :, q0:q1])
+                np.multiply(q[:, :, q0:q1], scale, out=queries)
+                queries = queries.reshape(*k.shape[:2], -1, e)
+                diagonal = plan.mask[: q1 - q0, : (q1 - q0) * g]
+                pieces = [(k0, k1, diagonal if k1 == q1 else None) for k0, k1 in plan.ranges_down(q1)]
+                if segments is not None:
+                    pieces = _with_segments(pieces, segments[i][0], q0, q1, g)
+                total, part = (_shaped(a, queries.shape) for a in (total_all, part_all))
+                with np.errstate(over="ignore", invalid="ignore"):
+                    weight, maximum = _attend(queries, k, v, pieces, scores, total, part, shifted=False)
+                if not (weight.min() > SMALL and weight.max() < LARGE):
+                    weight, maximum = _attend(queries, k, v, pieces, scores, total, part, shifted=True)
+                shape = q[:, :, q0:q1].shape
+                np.divide(total.reshape(shape), weight.reshape(*shape[:4], 1), out=y_out[:, :, q0:q1])
                 np.log(weight, out=weight)
-                if maximum is not None:
-                    weight += maximum
-                lse_heads[:, :, q0:q1] = weight.reshape(c, q1 - q0, g).transpose(0, 2, 1)
+                weight += maximum
+                lse_out[..., q0:q1] = weight.reshape(shape[:4]).transpose(0, 1, 3, 2)
         return y, lse
 
     def attention_backward(
@@ -82,115 +68,100 @@ class AttentionKernels(NumpyMemory):
     ) -> np.ndarray:  # fmt: skip
         # P = exp(S - lse), D = row sums of dy * y:
         # dV = P' dy,  dS = P * (dy V' - D),  dQ = scale dS K,  dK = scale dS' Q.
-        # D is subtracted by the product: dy gets a last column -D and V one of ones.
         b, t, width = qkv.shape
         g, e = heads // kv_heads, width // (heads + 2 * kv_heads)
         dqkv = self.empty(qkv.shape, qkv.dtype)
-        plan = _Plan(t, g, kv_heads, qkv.dtype)
+        plan = _Plan(b if segments is None else 1, t, kv_heads, g, qkv.dtype)
         scores, dscores = self.empty((2, plan.score_size), qkv.dtype)
-        size = plan.heads * t * g * e
-        queries_all, dq_all, parts_all = self.empty((3, size), qkv.dtype)
-        dy_all = self.empty(size + plan.heads * t * g, qkv.dtype)
-        v_all = self.empty(plan.heads * t * (e + 1), qkv.dtype)
-        dk_all, dv_all = self.empty((2, plan.heads * plan.queries * e), qkv.dtype)
+        size = plan.sequences * plan.heads * t
+        q_all, dy_all = self.empty((2, size * g * (e + 1)), qkv.dtype)
+        k_all, v_all = self.empty((2, size * (e + 1)), qkv.dtype)
+        dq_all, part_all = self.empty((2, size * g * e), qkv.dtype)
+        dk_all, dv_all = self.empty((2, plan.sequences * plan.heads * plan.queries * e), qkv.dtype)
+        minus = np.full(e, -1, qkv.dtype)
         for i, chunk in plan.chunks(b):
             q, k, v = _split(qkv[i], kv_heads, g, e, chunk)
             dq_out, dk_out, dv_out = _split(dqkv[i], kv_heads, g, e, chunk)
-            c = len(k)
-            shape = (c, t * g, e)
-            queries, dq = _shaped(queries_all, shape), _shaped(dq_all, shape)
-            dyw, vw = _shaped(dy_all, (c, t * g, e + 1)), _shaped(v_all, (c, t, e + 1))
-            np.multiply(q, scale, out=queries.reshape(c, t, g, e))
-            vw[..., :e], vw[..., e] = v, 1
-            norm = np.ascontiguousarray(lse[i].reshape(kv_heads, g, t)[chunk].transpose(0, 2, 1)).reshape(c, t * g)
-            safe = norm.max(initial=-SAFE) < SAFE and norm.min(initial=SAFE) > -SAFE
-            self._weigh_dy(dy[i], y[i], norm if safe else None, chunk, _shaped(parts_all, shape), dyw)
+            dy_in, y_in = (a[i].reshape(-1, t, kv_heads, g, e)[:, :, chunk].transpose(0, 2, 1, 3, 4) for a in (dy, y))
+            norm = lse[i].reshape(-1, kv_heads, g, t)[:, chunk].transpose(0, 1, 3, 2)
+            product = np.multiply(dy_in, y_in, out=_folded(part_all, q))
+            queries = _with_column(q_all, q, norm * (-1 / scale))
+            queries *= scale
+            gradients = _with_column(dy_all, dy_in, product @ minus)
+            keys, values = _with_column(k_all, k, 1), _with_column(v_all, v, 1)
+            dq = _shaped(dq_all, (*k.shape[:2], t * g, e))
             if segments is not None:
                 dq.fill(0)
             for k0, k1 in plan.diagonal():
-                keys, values = k[:, k0:k1], vw[:, k0:k1]
-                dk, dv = _shaped(dk_all, keys.shape), _shaped(dv_all, keys.shape)
-                for q0, q1 in [(k0, k1), *plan.ranges(k1, t)]:
-                    hidden = None if segments is None else _hidden(segments[i], q0, q1, k0, k1, g)
-                    if hidden is ALL:
+                key, value = keys[:, :, k0:k1], values[:, :, k0:k1]
+                dk, dv = (_shaped(a, (*key.shape[:3], e)) for a in (dk_all, dv_all))
+                for q0, q1 in plan.ranges_up(k0):
+                    mask = None if segments is None else _segment_mask(segments[i][0], q0, q1, k0, k1, g)
+                    if mask is ALL:
                         continue
                     rows = slice(q0 * g, q1 * g)
-                    shape = (c, (q1 - q0) * g, k1 - k0)
-                    s = np.matmul(queries[:, rows], keys.transpose(0, 2, 1), out=_shaped(scores, shape))
-                    if k0 == q0:
-                        s += plan.mask[: shape[1], : shape[2]]
-                    if hidden is not None:
-                        np.copyto(s, -np.inf, where=hidden)
-                    if not safe:
-                        s -= norm[:, rows, None]
+                    query, gradient = queries[:, :, rows], gradients[:, :, rows]
+                    shape = (*query.shape[:3], k1 - k0)
+                    s = np.matmul(query, key.swapaxes(2, 3), out=_shaped(scores, shape))
+                    if q0 == k0:
+                        s[:, :, : (k1 - k0) * g] += plan.mask[: k1 - k0, : (k1 - k0) * g].T
+                    if mask is not None:
+                        s += mask.T
                     np.exp(s, out=s)
-                    ds = np.matmul(dyw[:, rows], values.transpose(0, 2, 1), out=_shaped(dscores, shape))
+                    ds = np.matmul(gradient, value.swapaxes(2, 3), out=_shaped(dscores, shape))
                     ds *= s
-                    _product(s.transpose(0, 2, 1), dyw[:, rows, :e], dv, parts_all, add=q0 != k0)
-                    _product(ds.transpose(0, 2, 1), queries[:, rows], dk, parts_all, add=q0 != k0)
-                    _product(ds, keys, dq[:, rows], parts_all, add=k0 != 0 or segments is not None)
-                dk_out[:, k0:k1], dv_out[:, k0:k1] = dk, dv
-            np.multiply(dq.reshape(c, t, g, e), scale, out=dq_out)
+                    _product(s.swapaxes(2, 3), gradient[..., :e], dv, part_all, add=q0 != k0)
+                    _product(ds.swapaxes(2, 3), query[..., :e], dk, part_all, add=q0 != k0)
+                    _product(ds, key[..., :e], dq[:, :, rows], part_all, add=k0 != 0 or segments is not None)
+                dk_out[:, :, k0:k1], dv_out[:, :, k0:k1] = dk, dv
+            dq *= scale
+            dq_out[:] = dq.reshape(q.shape)
         return dqkv
 
-    @staticmethod
-    def _weigh_dy(
-        dy: np.ndarray, y: np.ndarray, norm: np.ndarray | None, chunk: slice, scratch: np.ndarray, out: np.ndarray
-    ) -> None:
-        """[dy, -D] of one sequence's chunk of heads into out (c, t g, e + 1), rows times exp(-norm) (None: 1)."""
-        c, rows, e = scratch.shape
-        t = len(dy)
-        view = (t, -1, rows // max(t, 1), e)
-        folded = (c, *view[:1], view[2], e)
-        dy, y = (a.reshape(view)[:, chunk].transpose(1, 0, 2, 3) for a in (dy, y))
-        np.multiply(dy, y, out=scratch.reshape(folded))
-        np.matmul(scratch, np.full(e, -1, scratch.dtype), out=out[..., e])
-        if norm is None:
-            out[..., :e].reshape(folded, copy=False)[:] = dy
-        else:
-            weight = np.exp(-norm)
-            out[..., e] *= weight
-            np.multiply(dy, weight.reshape(folded[:3])[..., None], out=out[..., :e].reshape(folded, copy=False))
 
-
-ALL = np.True_  # what `_hidden` says of a block in which no query sees a key
+ALL = np.empty(0)  # what `_segment_mask` says of a block in which no query sees a key
 
 
 class _Plan:
-    """How a (t, t) triangle is cut, and constants that every block shares."""
+    """How a (t, t) triangle is cut, and the mask that every block on the diagonal shares."""
 
-    def __init__(self, t: int, g: int, kv_heads: int, dtype: np.dtype) -> None:
-        self.t = t
-        self.queries = max(1, min(QUERIES, t))
+    def __init__(self, b: int, t: int, kv_heads: int, g: int, dtype: np.dtype) -> None:
         budget = SCORE_BYTES // dtype.itemsize
-        self.heads = max(1, min(kv_heads, budget // (self.queries * g * self.queries)))
-        self.step = max(1, budget // (self.queries * g * self.heads * self.queries)) * self.queries
-        self.score_size = self.heads * self.queries * g * min(self.step, max(t, 1))
-        self.kv_heads = kv_heads
+        self.t, self.kv_heads = t, kv_heads
+        self.queries = max(1, min(QUERIES, t))
+        width = self.queries * g
+        self.heads = max(1, min(kv_heads, budget // (width * self.queries)))
+        self.step = max(1, min(budget // (width * self.heads), t) // self.queries) * self.queries
+        self.sequences = 1
+        if self.heads == kv_heads and self.step >= t > 0:
+            self.sequences = max(1, min(b, budget // (width * self.heads * t)))
+        self.score_size = self.sequences * self.heads * width * self.step
         positions = np.arange(self.queries)
-        mask = np.where(positions > positions[:, None], -np.inf, 0).astype(dtype)
-        self.mask = np.repeat(mask, g, axis=0)  # added to the scores of a block on the diagonal
-        self.ones = np.ones(self.step, dtype)
+        self.mask = np.where(positions[:, None] > positions.repeat(g), -np.inf, 0).astype(dtype)  # (keys, rows)
 
-    def chunks(self, b: int) -> Iterator[tuple[int, slice]]:
-        """(sequence, range of key/value heads) of each piece of work."""
-        for i in range(b):
+    def chunks(self, b: int) -> Iterator[tuple[slice, slice]]:
+        """(sequences, key/value heads) of each piece of work."""
+        for first in range(0, b, self.sequences):
             for start in range(0, self.kv_heads, self.heads):
-                yield i, slice(start, min(start + self.heads, self.kv_heads))
+                yield slice(first, first + self.sequences), slice(start, start + self.heads)
 
     def diagonal(self) -> Iterator[tuple[int, int]]:
         return ((start, min(start + self.queries, self.t)) for start in range(0, self.t, self.queries))
 
-    def ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Positions start to stop in pieces of at most `step`."""
-        return ((first, min(first + self.step, stop)) for first in range(start, stop, self.step))
+    def ranges_down(self, stop: int) -> Iterator[tuple[int, int]]:
+        """Positions before `stop` in pieces of at most `step`, the last first."""
+        return ((max(0, last - self.step), last) for last in range(stop, 0, -self.step))
+
+    def ranges_up(self, start: int) -> Iterator[tuple[int, int]]:
+        """Positions from `start` on in pieces of at most `step`."""
+        return ((first, min(first + self.step, self.t)) for first in range(start, self.t, self.step))
 
 
 def _split(qkv: np.ndarray, kv_heads: int, g: int, e: int, chunk: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Views of one sequence (t, (h + 2k) e): queries (c, t, g, e), keys and values (c, t, e)."""
-    t, h = len(qkv), kv_heads * g
-    q = qkv[:, : h * e].reshape(t, kv_heads, g, e)[:, chunk].transpose(1, 0, 2, 3)
-    kv = qkv[:, h * e :].reshape(t, 2, kv_heads, e)[:, :, chunk].transpose(1, 2, 0, 3)
+    """Views of sequences (s, t, (h + 2k) e): queries (s, c, t, g, e), keys and values (s, c, t, e)."""
+    s, t, h = *qkv.shape[:2], kv_heads * g
+    q = qkv[..., : h * e].reshape(s, t, kv_heads, g, e)[:, :, chunk].transpose(0, 2, 1, 3, 4)
+    kv = qkv[..., h * e :].reshape(s, t, 2, kv_heads, e)[:, :, :, chunk].transpose(2, 0, 3, 1, 4)
     return q, kv[0], kv[1]
 
 
@@ -202,6 +173,26 @@ def _shaped(buffer: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return buffer[:size].reshape(shape)
 
 
+def _folded(buffer: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """Scratch shaped (s, c, t, g, e) as `like`, whose axes t and g can be joined without a copy.
+
+    With one query head a group it keeps the order (s, t, c, e) of the activations: NumPy then walks long rows.
+    """
+    s, c, t, g, e = like.shape
+    if g == 1:
+        return _shaped(buffer, (s, t, c, 1, e)).transpose(0, 2, 1, 3, 4)
+    return _shaped(buffer, like.shape)
+
+
+def _with_column(buffer: np.ndarray, array: np.ndarray, column: np.ndarray | int) -> np.ndarray:
+    """A copy of array (s, c, ..., e) as rows of e + 1 elements (s, c, rows, e + 1), the last one from `column`."""
+    e = array.shape[-1]
+    out = _shaped(buffer, (*array.shape[:-1], e + 1))
+    out[..., :e] = array
+    out[..., e] = column
+    return out.reshape(*array.shape[:2], -1, e + 1)
+
+
 def _product(a: np.ndarray, b: np.ndarray, out: np.ndarray, scratch: np.ndarray, add: bool) -> None:
     """out = or += a @ b."""
     if add:
@@ -210,25 +201,66 @@ def _product(a: np.ndarray, b: np.ndarray, out: np.ndarray, scratch: np.ndarray,
         np.matmul(a, b, out=out)
 
 
-def _shift(s: np.ndarray, maximum: np.ndarray | None, weight: np.ndarray | None, total: np.ndarray) -> np.ndarray:
-    """Subtract the running row maximum from s, rescale what was summed under the old one; returns the new maximum."""
-    top = s.max(axis=-1)
-    if weight is not None:
-        old = np.zeros_like(top) if maximum is None else maximum
-        np.maximum(top, old, out=top)
-        factor = np.exp(old - top)
-        weight *= factor
-        total *= factor[..., None]
-    s -= top[..., None]
-    return top
+_Piece = tuple[int, int, np.ndarray | None]  # keys from, to; what to add to the scores (keys, rows) of the last ones
 
 
-def _hidden(segments: np.ndarray, q0: int, q1: int, k0: int, k1: int, g: int) -> np.ndarray | None:
-    """Which (row, key) pairs lie in different segments; None: no pair, ALL: every pair, as far as cheaply seen."""
+def _attend(
+    queries: np.ndarray, k: np.ndarray, v: np.ndarray, pieces: list[_Piece], scores: np.ndarray,
+    total: np.ndarray, part: np.ndarray, shifted: bool,
+) -> tuple[np.ndarray, np.ndarray | int]:  # fmt: skip
+    """Sums over keys of one block of queries (s, c, rows, e): of exp(score - maximum) and, into `total`, of that times v.
+
+    The first piece holds the diagonal. Scores lie transposed, (keys, rows), so that the diagonal is whole rows of
+    the block. -> weight and maximum, each (s, c, rows); not `shifted`: the maximum is 0, and weight may be inf.
+    """
+    *lead, rows, _ = queries.shape
+    weight: np.ndarray | None = None
+    maximum: np.ndarray | int = 0
+    for k0, k1, mask in pieces:
+        s = np.matmul(k[:, :, k0:k1], queries.swapaxes(2, 3), out=_shaped(scores, (*lead, k1 - k0, rows)))
+        if mask is not None:
+            s[:, :, -len(mask) :] += mask
+        if shifted:
+            top = s.max(axis=2)
+            if weight is not None:
+                np.maximum(top, maximum, out=top)
+                factor = np.exp(maximum - top)
+                weight *= factor
+                total *= factor[..., None]
+            s -= top[:, :, None]
+            maximum = top
+        np.exp(s, out=s)
+        sums = np.matmul(np.ones(k1 - k0, s.dtype), s)
+        if weight is None:
+            weight = sums
+            np.matmul(s.swapaxes(2, 3), v[:, :, k0:k1], out=total)
+        else:
+            weight += sums
+            total += np.matmul(s.swapaxes(2, 3), v[:, :, k0:k1], out=part)
+    assert weight is not None
+    return weight, maximum
+
+
+def _with_segments(pieces: list[_Piece], segments: np.ndarray, q0: int, q1: int, g: int) -> list[_Piece]:
+    """The pieces of which something is visible, with masks that hide keys of other segments too."""
+    visible = []
+    for k0, k1, causal in pieces:
+        mask = _segment_mask(segments, q0, q1, k0, k1, g)
+        if mask is None:
+            visible.append((k0, k1, causal))
+        elif mask is not ALL:
+            if causal is not None:
+                mask[-len(causal) :] += causal
+            visible.append((k0, k1, mask))
+    return visible
+
+
+def _segment_mask(segments: np.ndarray, q0: int, q1: int, k0: int, k1: int, g: int) -> np.ndarray | None:
+    """(keys, rows) with -inf where segments differ; None: nowhere, ALL: everywhere, as far as is cheaply seen."""
     q, k = segments[q0:q1], segments[k0:k1]
     q_low, q_high, k_low, k_high = q.min(), q.max(), k.min(), k.max()
     if q_low > k_high or q_high < k_low:
         return ALL
     if q_low == q_high == k_low == k_high:
         return None
-    return np.repeat(q, g)[:, None] != k
+    return np.where(k[:, None] != q.repeat(g), np.float32(-np.inf), np.float32(0))

@@ -37,31 +37,29 @@ class NormKernels(NumpyMemory):
         self, dy: np.ndarray, x: np.ndarray, weight: np.ndarray, stats: np.ndarray,
         dweight: np.ndarray | None, dbias: np.ndarray | None, accumulate: bool, dx: np.ndarray | None,
     ) -> np.ndarray:  # fmt: skip
-        # With xhat = (x - mean) / std and g = dy * weight:  dx = (g - mean(g) - xhat * mean(g * xhat)) / std
+        # With c = x - mean, r = 1 / std, g = dy * weight:  dx = r (g - mean(g)) - r^3 c mean(g c),  dweight = r @ (dy c)
         dy2, x2, d = rows_of(dy), rows_of(x), x.shape[-1]
         out = self.empty(x.shape, x.dtype) if dx is None else dx
         out2 = rows_of(out)
         step = block_rows(len(x2), d * x.itemsize)
-        xhat_all, product_all = self.empty((2, step, d), x.dtype)
+        centred_all, product_all = self.empty((2, step, d), x.dtype)
         weight_mean = weight / d
         ones = np.ones(step, x.dtype)
         columns = _Columns(d, x.dtype)
         for block in blocks(len(x2), d * x.itemsize):
-            g, rows = dy2[block], block.stop - block.start
-            xhat, product = xhat_all[:rows], product_all[:rows]
-            inverse = stats[1, block, None]
-            np.subtract(x2[block], stats[0, block, None], out=xhat)
-            xhat *= inverse
-            np.multiply(g, xhat, out=product)
+            g, mean, inverse, rows = dy2[block], stats[0, block], stats[1, block], block.stop - block.start
+            centred, product = centred_all[:rows], product_all[:rows]
+            np.subtract(x2[block], mean[:, None], out=centred)
+            np.multiply(g, centred, out=product)
             if dweight is not None:
-                columns.weight += ones[:rows] @ product
+                columns.weight += inverse @ product
             if dbias is not None:
                 columns.bias += ones[:rows] @ g
-            xhat *= (product @ weight_mean)[:, None]
+            centred *= (product @ weight_mean * inverse**3)[:, None]
             np.multiply(g, weight, out=product)
             product -= (g @ weight_mean)[:, None]
-            product -= xhat
-            _write(product, inverse, out2[block], add=dx is not None)
+            product *= inverse[:, None]
+            _subtract(product, centred, out2[block], add=dx is not None)
         columns.store(dweight, dbias, accumulate)
         return out
 
@@ -81,27 +79,24 @@ class NormKernels(NumpyMemory):
         self, dy: np.ndarray, x: np.ndarray, weight: np.ndarray, stats: np.ndarray,
         dweight: np.ndarray | None, accumulate: bool, dx: np.ndarray | None,
     ) -> np.ndarray:  # fmt: skip
-        # With xhat = x / rms and g = dy * weight:  dx = (g - xhat * mean(g * xhat)) / rms
+        # With r = 1 / rms and g = dy * weight:  dx = r g - r^3 x mean(g x),  dweight = r @ (dy x)
         dy2, x2, d = rows_of(dy), rows_of(x), x.shape[-1]
         out = self.empty(x.shape, x.dtype) if dx is None else dx
         out2 = rows_of(out)
         step = block_rows(len(x2), d * x.itemsize)
-        xhat_all, product_all = self.empty((2, step, d), x.dtype)
+        scaled_all, product_all = self.empty((2, step, d), x.dtype)
         weight_mean = weight / d
-        ones = np.ones(step, x.dtype)
         columns = _Columns(d, x.dtype)
         for block in blocks(len(x2), d * x.itemsize):
-            g, rows = dy2[block], block.stop - block.start
-            xhat, product = xhat_all[:rows], product_all[:rows]
-            inverse = stats[block, None]
-            np.multiply(x2[block], inverse, out=xhat)
-            np.multiply(g, xhat, out=product)
+            g, inverse, rows = dy2[block], stats[block], block.stop - block.start
+            scaled, product = scaled_all[:rows], product_all[:rows]
+            np.multiply(g, x2[block], out=product)
             if dweight is not None:
-                columns.weight += ones[:rows] @ product
-            xhat *= (product @ weight_mean)[:, None]
+                columns.weight += inverse @ product
+            np.multiply(x2[block], (product @ weight_mean * inverse**3)[:, None], out=scaled)
             np.multiply(g, weight, out=product)
-            product -= xhat
-            _write(product, inverse, out2[block], add=dx is not None)
+            product *= inverse[:, None]
+            _subtract(product, scaled, out2[block], add=dx is not None)
         columns.store(dweight, None, accumulate)
         return out
 
@@ -126,10 +121,10 @@ def _inverse_root(squares: np.ndarray, d: int, eps: float) -> None:
     np.divide(1, squares, out=squares)
 
 
-def _write(value: np.ndarray, factor: np.ndarray, out: np.ndarray, add: bool) -> None:
-    """out = or += value * factor."""
+def _subtract(a: np.ndarray, b: np.ndarray, out: np.ndarray, add: bool) -> None:
+    """out = or += a - b; `a` may be overwritten."""
     if add:
-        value *= factor
-        out += value
+        a -= b
+        out += a
     else:
-        np.multiply(value, factor, out=out)
+        np.subtract(a, b, out=out)
