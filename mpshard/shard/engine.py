@@ -13,13 +13,13 @@ from mpshard.comm.transport import Slot, Transport
 from mpshard.device.base import Device, Kind
 from mpshard.nn.module import MicroBatch, Module
 from mpshard.shard import schedule
+from mpshard.shard.observer import Observer
 from mpshard.shard.schedule import (
     Backward,
     Finish,
     Forward,
     Free,
     Gather,
-    Instruction,
     Program,
     Reduce,
     Slots,
@@ -83,14 +83,8 @@ class Buffers:
         return [self.slots[order.index(index)] for index in range(len(sizes))]
 
 
-Observer = Callable[[Instruction, float, float], None]
-
-
 class Engine:
-    """Runs programs over a model's modules and units.
-
-    observer: called with (instruction, start, end) in seconds of time.perf_counter, for traces.
-    """
+    """Runs programs over a model's modules and units."""
 
     def __init__(self, modules: Sequence[Module], stages: Sequence[Stage], units: Mapping[str, Unit],
                  device: Device, transport: Transport, poll: Callable[[], None]) -> None:
@@ -105,6 +99,12 @@ class Engine:
         self.handlers: dict[type, Callable[..., None]] = {
             Gather: self._gather, Forward: self._forward, Free: self._free, Backward: self._backward,
             Reduce: self._reduce, Finish: self._finish, Step: lambda instruction: None}
+
+    def watch(self, observer: Observer | None) -> None:
+        """Tell `observer` of what happens from now on; None: nobody."""
+        self.observer = observer
+        for unit in self.units.values():
+            unit.observer = observer
 
     def prepare(self, program: Program) -> Prepared:
         """Choose the buffer of every gather and gradient of a program, once."""
@@ -131,7 +131,7 @@ class Engine:
             start = time.perf_counter()
             self.handlers[type(instruction)](instruction)
             if self.observer is not None:
-                self.observer(instruction, start, time.perf_counter())
+                self.observer.ran(self.index, instruction, start, time.perf_counter())
         self.counters.bytes_gathered = self.transport.bytes_gathered - gathered
         self.counters.bytes_reduced = self.transport.bytes_reduced - reduced
         self.stream = {}

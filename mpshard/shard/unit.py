@@ -18,6 +18,7 @@ from mpshard.comm.collectives import Pending
 from mpshard.comm.transport import Slot, Transport
 from mpshard.device.base import Array, Device, Kind
 from mpshard.shard.layout import Layout, lay_out
+from mpshard.shard.observer import Observer
 
 
 class State(Enum):
@@ -48,6 +49,7 @@ class Unit:
         self.gradient = device.zeros(self.layout.shard_size, dtype, Kind.GRADIENT)
         self.has_gradient = False
         self.state = State.SHARDED
+        self.observer: Observer | None = None
         self._views = [(p, place.offset, p.size) for p, place in zip(parameters, self.layout.placements, strict=True)]
         self._views += [(p, self._fused_offset(p), p.size) for p in fused]
         self._gather: Pending | None = None
@@ -88,8 +90,11 @@ class Unit:
         self._full = self._gather.wait()
         for parameter, offset, size in self._views:
             parameter.bind(self._full[offset:offset + size].reshape(parameter.shape))
-        self.state, in_flight, self._gather = State.FULL, self._gather.seconds, None
-        return time.perf_counter() - start, in_flight
+        gather, self._gather, self.state, end = self._gather, None, State.FULL, time.perf_counter()
+        if self.observer is not None:
+            self.observer.gathered(self.name, gather.started, gather.finished)
+            self.observer.waited(self.name, start, end)
+        return end - start, gather.seconds
 
     def free(self) -> None:
         """Give the full vector up; the slot's next user may overwrite it at once."""
@@ -116,6 +121,8 @@ class Unit:
         start = time.perf_counter()
         slot.acquire()
         waited = time.perf_counter() - start
+        if self.observer is not None:
+            self.observer.waited(self.name, start, start + waited)
         self._gradient_slot, self._full_gradient = slot, slot.array[: self.layout.padded_size]
         for parameter, offset, size in self._views:
             parameter.bind_grad(self._full_gradient[offset:offset + size].reshape(parameter.shape))
@@ -138,6 +145,9 @@ class Unit:
         start = time.perf_counter()
         self._reduce.wait()
         waited, in_flight = time.perf_counter() - start, self._reduce.seconds
+        if self.observer is not None:
+            self.observer.reduced(self.name, self._reduce.started, self._reduce.finished)
+            self.observer.waited(self.name, start, start + waited)
         if self.device.poison and self._gradient_slot.private:
             self._full_gradient.fill(np.nan)
         self._reduce = self._full_gradient = self._gradient_slot = None
