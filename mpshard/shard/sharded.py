@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,11 +98,10 @@ class Sharded:
         """Forward and backward of one step; leaves the summed gradient in the shards for the optimizer.
 
         batch: (inputs, targets), this rank's micro-batches, int64 (micro-batches, b, t); as many micro-batches on
-        every rank. Raises ValueError, on every rank, if the step has no valid token.
+        every rank. Raises ValueError, on every rank, if any rank's batch is not so or the step has no valid token.
         """
         inputs, targets = (np.asarray(part, np.int64) for part in batch)
-        if inputs.ndim != 3 or inputs.shape != targets.shape:
-            raise ValueError(f"a step takes inputs and targets of one shape (micro-batches, b, t), not {inputs.shape}, {targets.shape}")
+        self._agree_on_batches(inputs.shape, targets.shape)
         micro = [self._micro_batch(i, t) for i, t in zip(inputs, targets, strict=True)]
         # Global micro-batch g = m * world + rank: dropout masks are a function of g, not of where it runs.
         keys = [(self.seed, self.steps, m * self.mesh.world + self.mesh.rank) for m in range(len(micro))]
@@ -117,16 +116,22 @@ class Sharded:
             raise ValueError(f"the step has no valid token: every target is ignore_index={self.ignore_index}")
         return StepOutput(loss / tokens, int(tokens), float(np.sqrt(squares)) / tokens, counters)
 
-    def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> tuple[float, int]:
+    def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> tuple[float, int]:
         """Mean loss over the valid tokens of (inputs, targets) pairs (b, t), over all ranks, and their number.
 
-        Every rank must bring as many pairs as the others; those without valid tokens count as nothing.
+        Ranks may bring different numbers of pairs: one that has no more goes on gathering with the others. Raises
+        ValueError, on every rank, if there is no valid token at all.
         """
         total = np.zeros(2)
-        for inputs, targets in batches:
-            micro = self._micro_batch(np.asarray(inputs, np.int64), np.asarray(targets, np.int64))
-            (loss,), _ = self.engine.run(self._program(0), [micro])
-            total += loss.value, np.count_nonzero(np.asarray(targets) != self.ignore_index)
+        nothing = np.zeros((1, 1), np.int64), np.full((1, 1), self.ignore_index)
+        pairs = iter(batches)
+        while True:
+            pair = next(pairs, None)
+            if not collectives.all_max(self.mesh.comm, np.array([pair is not None]))[0]:
+                break
+            inputs, targets = (np.asarray(part, np.int64) for part in pair or nothing)
+            (loss,), _ = self.engine.run(self._program(0), [self._micro_batch(inputs, targets)])
+            total += loss.value, np.count_nonzero(targets != self.ignore_index)
         loss, tokens = collectives.all_reduce(self.mesh.comm, total)
         if tokens == 0:
             raise ValueError("the evaluation data has no valid token")
@@ -137,6 +142,17 @@ class Sharded:
         (out,), _ = self.engine.run(self._program(0), [self._micro_batch(np.asarray(ids, np.int64), None)])
         assert not isinstance(out, Loss)
         return self.device.to_host(out.data)
+
+    def _agree_on_batches(self, inputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
+        """Raise on every rank, before any starts, if a batch has a wrong shape or ranks have different numbers of
+        micro-batches: otherwise some would wait for ever in a collective that the others do not make."""
+        wrong = len(inputs) != 3 or inputs != targets or not inputs[0]
+        count = inputs[0] if inputs else 0
+        any_wrong, most, minus_least = collectives.all_max(self.mesh.comm, np.array([wrong, count, -count], np.int64))
+        if any_wrong or most != -minus_least:
+            shapes = "; ".join(f"rank {rank}: {a}, {b}" for rank, (a, b) in enumerate(self.mesh.comm.allgather((inputs, targets))))
+            raise ValueError("a step takes inputs and targets of one shape (micro-batches, b, t), the first equal on all ranks "
+                             f"and at least 1, not {shapes}")
 
     def _micro_batch(self, inputs: np.ndarray, targets: np.ndarray | None) -> MicroBatch:
         on_device = self.device.from_host
