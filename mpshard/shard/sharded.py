@@ -111,7 +111,7 @@ class Sharded:
         self.steps += 1
         totals = np.array([sum(loss.value for loss in losses), np.count_nonzero(targets != self.ignore_index),
                            self._gradient_squares()], np.float64)
-        loss, tokens, squares = collectives.all_reduce(self.mesh.comm, totals)
+        loss, tokens, squares = map(float, collectives.all_reduce(self.mesh.comm, totals))
         if tokens == 0:
             raise ValueError(f"the step has no valid token: every target is ignore_index={self.ignore_index}")
         return StepOutput(loss / tokens, int(tokens), float(np.sqrt(squares)) / tokens, counters)
@@ -127,12 +127,12 @@ class Sharded:
         pairs = iter(batches)
         while True:
             pair = next(pairs, None)
-            if not collectives.all_max(self.mesh.comm, np.array([pair is not None]))[0]:
+            if not collectives.all_max(self.mesh.comm, np.array([pair is not None], np.int64))[0]:
                 break
             inputs, targets = (np.asarray(part, np.int64) for part in pair or nothing)
             (loss,), _ = self.engine.run(self._program(0), [self._micro_batch(inputs, targets)])
             total += loss.value, np.count_nonzero(targets != self.ignore_index)
-        loss, tokens = collectives.all_reduce(self.mesh.comm, total)
+        loss, tokens = map(float, collectives.all_reduce(self.mesh.comm, total))
         if tokens == 0:
             raise ValueError("the evaluation data has no valid token")
         return loss / tokens, int(tokens)
