@@ -113,10 +113,25 @@ class ShardConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """``[checkpoint]``: what is kept of a run. One is always written at the end."""
+
+    every: int = key(0, "steps between checkpoints; 0 = only at the end", COUNT)
+    keep: int = key(2, "checkpoints that stay, the newest; 0 = all", COUNT)
+    async_: bool = key(False, "write while training goes on, from a copy of the weights and the optimizer's state")
+    max_shard_bytes: int = key(50_000_000_000, "larger models are cut into several files; 0 = never", COUNT)
+    dtype: Literal["fp32", "bf16"] = key(
+        "fp32", "of the weights in model.safetensors; with bf16 the exact ones are kept in optimizer.safetensors"
+    )
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """``[run]``: where things go."""
 
     dir: str = key("", "run directory; empty = runs/NAME for NAME.toml")
+    resume: str = key("", "auto = go on from the last checkpoint of run.dir, if it has one; DIR = from that checkpoint; "
+                          "never = start over; empty = refuse if run.dir holds a run")
     device: Literal["auto", "numpy", "cupy"] = key("auto", "array library")
 
 
@@ -129,6 +144,7 @@ class Config:
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
     shard: ShardConfig = ShardConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
 
 
@@ -154,8 +170,8 @@ def load(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> 
 
     sections: dict[str, dict[str, Any]] = {section: {} for section in SCHEMA.sections}
     for full_name, value in settings.items():
-        section, _, key_name = full_name.partition(".")
-        sections[section][key_name] = SCHEMA.checked(full_name, value)
+        field, _ = SCHEMA.lookup(full_name)
+        sections[full_name.partition(".")[0]][field.name] = SCHEMA.checked(full_name, value)
     defaults = Config()
     config = Config(**{s: dataclasses.replace(getattr(defaults, s), **values) for s, values in sections.items()})
     return resolve(config, name)

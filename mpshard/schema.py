@@ -82,7 +82,9 @@ class Schema:
         self.sections: dict[str, dict[str, tuple[Field[Any], Any]]] = {}
         for section, section_type in typing.get_type_hints(config_type).items():
             hints = typing.get_type_hints(section_type)
-            self.sections[section] = {f.name: (f, hints[f.name]) for f in dataclasses.fields(section_type)}
+            # A key that is a Python keyword has a field with an underscore behind its name.
+            fields = dataclasses.fields(section_type)
+            self.sections[section] = {f.name.removesuffix("_"): (f, hints[f.name]) for f in fields}
 
     # --- in ---
 
@@ -143,7 +145,8 @@ class Schema:
 
     def flat(self, config: Any) -> dict[str, Any]:
         """``{"section.key": value}`` of every key, in the order of declaration."""
-        return {f"{s}.{name}": getattr(getattr(config, s), name) for s, keys in self.sections.items() for name in keys}
+        return {f"{s}.{name}": getattr(getattr(config, s), field.name)
+                for s, keys in self.sections.items() for name, (field, _) in keys.items()}
 
     def to_toml(self, config: Any) -> str:
         """TOML of all keys that have an effect."""
