@@ -200,8 +200,15 @@ class Device(Protocol):
         (decay first, bias corrections from `step`, counted from 1). The gradient enters times `gradient_scale`.
         """
 
+    def cast(self, x: Array, out: Array) -> None:
+        """out = x in out's dtype, same shape; rounded to the nearest, ties to even, overflow to infinity."""
+
     def sum_of_squares(self, x: Array) -> float:
         """Sum of x[i]^2 of a flat array, in float64 from blocks."""
 
     def ordered_sum(self, parts: Sequence[Array], out: Array, accumulate: bool) -> None:
-        """out (m,) = or += parts[0] + parts[1] + ..., arrays (m,) or rows of one (world, m), in that order, in out's precision."""
+        """out (m,) = or += parts[0] + parts[1] + ..., arrays (m,) or rows of one (world, m), in out's precision.
+
+        In a fixed binary tree: the first half (the largest power of two below their number) plus the rest, likewise
+        summed. So the sum of 4 is the sum of the two sums of 2, whoever made those.
+        """

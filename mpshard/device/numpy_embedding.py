@@ -6,6 +6,8 @@ import numpy as np
 
 from mpshard.device.numpy_memory import NumpyMemory, block_rows, blocks, rows_of
 
+SELECT_BYTES = 128 << 10  # of the rows summed by one product in `embedding_backward`, whose cost grows with them
+
 
 class EmbeddingKernels(NumpyMemory):
     """The embedding part of `mpshard.device.base.Device`, and `rotary`."""
@@ -28,15 +30,16 @@ class EmbeddingKernels(NumpyMemory):
 
     def embedding_backward(self, dy: np.ndarray, ids: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
         # Sorted stably by id, a row of `out` is the sum of consecutive rows: one product with a matrix of
-        # ones and zeros sums a block of them. (add.reduceat does the same 5 times slower.)
+        # ones and zeros sums a block of them. (add.reduceat takes twice as long.)
         if not accumulate:
             out.fill(0)
         dy2, order = rows_of(dy), np.argsort(ids, axis=None, kind="stable")
         sorted_ids = ids.reshape(-1)[order]
-        step = block_rows(len(order), dy2.shape[1] * dy2.itemsize)
+        row_bytes = dy2.shape[1] * dy2.itemsize
+        step = block_rows(len(order), row_bytes, SELECT_BYTES)
         rows = self.empty((step, dy2.shape[1]), dy.dtype)
         select = self.empty(step * step, dy.dtype)
-        for block in blocks(len(order), dy2.shape[1] * dy2.itemsize):
+        for block in blocks(len(order), row_bytes, SELECT_BYTES):
             targets, position = np.unique(sorted_ids[block], return_inverse=True)
             count = block.stop - block.start
             matrix = select[: len(targets) * count].reshape(len(targets), count)
@@ -60,39 +63,30 @@ class EmbeddingKernels(NumpyMemory):
         self, qkv: np.ndarray, heads: int, kv_heads: int, cos: np.ndarray, sin: np.ndarray, inverse: bool = False
     ) -> None:
         # Per head [first, second] -> [first cos - second sin, second cos + first sin]. Halves of a head are runs of 32
-        # elements or so, and NumPy's cost is per run; so whole rows are taken, a partner being the row shifted by
-        # half a head, and tables spread over the row pick which shift counts where: 0 where it enters another head.
-        b, t, width = qkv.shape
+        # elements or so and NumPy's arithmetic costs extra per run, its copying little: so one copy swaps the halves,
+        # and with tables spread over all heads the arithmetic goes over whole rows.
+        b, t, _ = qkv.shape
         half = cos.shape[-1]
-        turned = (heads + kv_heads) * 2 * half  # the query and key heads; value heads stay
-        row_bytes = turned * qkv.itemsize
-        step = block_rows(t, row_bytes)
-        scratch = self.empty((5, step, turned), qkv.dtype)
+        width = (heads + kv_heads) * 2 * half  # query and key heads; value heads stay
+        row_bytes = width * qkv.itemsize
+        spread_cos, spread_sin, swapped, product = self.empty((4, block_rows(t, row_bytes), width), qkv.dtype)
         shared = cos.ndim == 2
         for block in blocks(t, row_bytes):
-            c, ahead, behind, first, second = scratch[:, : block.stop - block.start]
+            rows = slice(0, block.stop - block.start)
+            c, s, other, turned = spread_cos[rows], spread_sin[rows], swapped[rows], product[rows]
             for i in range(b):
                 if i == 0 or not shared:
-                    rows = block if shared else (i, block)
-                    _spread(cos[rows], sin[rows], inverse, c, ahead, behind)
-                z = qkv[i, block, :turned]
-                np.multiply(z[:, half:], ahead[:, :-half], out=first[:, :-half])
-                np.multiply(z[:, :-half], behind[:, half:], out=second[:, half:])
-                z *= c
-                z[:, :-half] += first[:, :-half]
-                z[:, half:] += second[:, half:]
+                    angles = block if shared else (i, block)
+                    _halves(c, half)[:] = cos[angles][:, None, None]
+                    _halves(s, half)[:] = sin[angles][:, None, None]
+                    _halves(s, half)[:, :, 1 if inverse else 0] *= -1
+                z = qkv[i, block, :width]
+                _halves(other, half)[:] = _halves(z, half)[:, :, ::-1]
+                other *= s
+                np.multiply(z, c, out=turned)
+                np.add(turned, other, out=z)
 
 
-def _spread(
-    cos: np.ndarray, sin: np.ndarray, inverse: bool, c: np.ndarray, ahead: np.ndarray, behind: np.ndarray
-) -> None:
-    """Tables (rows, e/2) -> factors of a row's own elements, of those half a head ahead and of those behind."""
-    rows, half = cos.shape
-    view = (rows, -1, 2, half)
-    c.reshape(view)[:] = cos[:, None, None]
-    ahead, behind = ahead.reshape(view), behind.reshape(view)
-    sign = -1 if inverse else 1
-    np.multiply(sin[:, None], -sign, out=ahead[:, :, 0])
-    ahead[:, :, 1] = 0
-    np.multiply(sin[:, None], sign, out=behind[:, :, 1])
-    behind[:, :, 0] = 0
+def _halves(rows: np.ndarray, half: int) -> np.ndarray:
+    """(rows, heads * e) as a view (rows, heads, 2, e/2)."""
+    return rows.reshape(len(rows), -1, 2, half, copy=False)

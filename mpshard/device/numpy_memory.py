@@ -2,8 +2,8 @@
 
 Note on blocks. An elementwise kernel is a dozen passes of one ufunc each. Over a whole activation every
 pass would go to main memory; over a block that stays in the second-level cache only the first and the last do.
-A ufunc call costs 0.5 us, so blocks should not be small either: 128 KiB an array measured best (three
-or four arrays of it fit the 0.5 to 2 MiB that cores have).
+A ufunc call costs 0.5 us, so blocks should not be small either: 256 KiB an array measured best (two or
+three arrays of it fit the 0.5 to 2 MiB that cores have; a few more come from a fast third level).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from mpshard.device.base import Kind
 from mpshard.device.pool import BufferPool
 
-BLOCK_BYTES = 128 << 10  # of one array of a block
+BLOCK_BYTES = 256 << 10  # of one array of a block
 
 
 def blocks(rows: int, row_bytes: int, budget: int = BLOCK_BYTES) -> Iterator[slice]:
