@@ -51,7 +51,7 @@ def train(arguments: argparse.Namespace, world: MPI.Comm) -> None:
         config.validate(settings, world.size)
         return settings
 
-    training.train(training.build(agree(world, read), world))
+    training.run(agree(world, read), world)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -201,7 +201,7 @@ class Schema:
 
 def _takes_effect(field: Field[Any], values: dict[str, Any]) -> bool:
     other, _, accepted = field.metadata["needs"].partition("=")
-    return not other or values[other] in accepted.split("|")
+    return not other or _toml(values[other]).strip('"') in accepted.split("|")
 
 
 def _convert(value: Any, hint: Any) -> Any:

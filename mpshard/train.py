@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpshard import models
+from mpshard.checkpoint.resume import is_run, resume, set_aside
+from mpshard.checkpoint.saver import Saver
 from mpshard.comm import collectives
-from mpshard.comm.agree import agree
-from mpshard.config import Config, to_toml
+from mpshard.comm.agree import agree, on_root
+from mpshard.config import Config, ConfigError, flat, to_toml
 from mpshard.data import Batches, Data, open_data
 from mpshard.device.blas import set_blas_threads
 from mpshard.observe.console import Console
-from mpshard.observe.metrics import MetricsFile
+from mpshard.observe.metrics import MetricsFile, cut_after
 from mpshard.optim import AdamW, learning_rate
 from mpshard.sample import Sampling, generate
 from mpshard.shard import Sharded, StepOutput, shard
@@ -57,23 +59,36 @@ def build(config: Config, comm: MPI.Comm) -> Job:
     return Job(config, data, sharded, optim, console)
 
 
+def run(config: Config, comm: MPI.Comm) -> float | None:
+    """Build and train; a run directory that holds a run already is refused before anything else happens."""
+    on_root(comm, lambda: _may_run(config))
+    return train(build(config, comm))
+
+
 def train(job: Job) -> float | None:
-    """Run all steps; leave metrics.jsonl and config.toml in the run directory. Returns the last evaluation loss."""
+    """Run all steps; leave metrics.jsonl, config.toml and checkpoints in the run directory.
+
+    Goes on from a checkpoint if run.resume says so. Returns the last evaluation loss of this call.
+    """
     c, sharded, optim, console = job.config, job.sharded, job.optim, job.console
-    comm = sharded.mesh.comm
-    metrics = agree(comm, lambda: _open_run(c, comm.rank))
+    comm, folder, size = sharded.mesh.comm, Path(c.run.dir), c.train.global_batch_size
+    begun = resume(c.run.resume, folder, sharded, optim, flat(c), console.say)
+    path = on_root(comm, lambda: _open_run(c, begun.step))
+    metrics = agree(comm, lambda: MetricsFile(path if comm.rank == 0 else None))
+    saver = Saver(c.checkpoint, folder / "checkpoints", sharded, optim, flat(c), separator=job.data.tokenizer.separator)
     evaluation: float | None = None
-    console.start(c.train.steps)
-    for step in range(c.train.steps):
+    console.start(c.train.steps, begun.step)
+    for step in range(begun.step, c.train.steps):
+        position = begun.position + (step - begun.step) * size  # in samples, over all ranks
         start = time.perf_counter()
-        batch = job.data.train.step_batch(step * c.train.global_batch_size, c.train.global_batch_size,
-                                          c.train.micro_batch_size, comm.rank, comm.size)
+        batch = job.data.train.step_batch(position, size, c.train.micro_batch_size, comm.rank, comm.size)
         output = sharded.step(batch)
         optim.lr = learning_rate(step, peak=c.optim.lr, steps=c.train.steps, warmup=c.optim.warmup_steps,
                                  schedule=c.optim.schedule, floor=c.optim.min_lr_ratio)
         updating = time.perf_counter()
         optim.step(output)
-        record = step_record(job, step + 1, output, time.perf_counter() - start, time.perf_counter() - updating)
+        end = time.perf_counter()
+        record = step_record(job, step + 1, output, end - start, end - updating)
         if (step + 1) % c.train.log_every == 0 or step + 1 == c.train.steps:
             metrics.write(record)
         console.advance(step + 1, output.loss, record["tokens_per_s"])
@@ -82,6 +97,10 @@ def train(job: Job) -> float | None:
             evaluation, _ = evaluate(sharded, job.data.eval, c.train.micro_batch_size, c.train.eval_batches)
             metrics.write({"step": step + 1, "eval_loss": evaluation})
             console.say(f"step {step + 1}/{c.train.steps}  evaluation loss {evaluation:.4f}")
+        saver.poll()
+        if saver.due(step + 1, c.train.steps):
+            saver.save(step + 1, position + size)
+    saver.wait()
     console.stop()
     metrics.close()
     if c.train.sample_tokens:
@@ -112,15 +131,22 @@ def step_record(job: Job, step: int, output: StepOutput, step_s: float, optim_s:
     return record | {"world_size": mesh.world}
 
 
-def _open_run(config: Config, rank: int) -> MetricsFile:
-    """Make the run directory and write down what is effective; rank 0 alone writes."""
-    if rank != 0:
-        return MetricsFile(None)
+def _may_run(config: Config) -> None:
+    """Raise ConfigError if the run directory holds a run and nobody said what to do about it."""
+    if not config.run.resume and is_run(Path(config.run.dir)):
+        raise ConfigError(f"run.dir={config.run.dir} holds a run already: run.resume=auto goes on with it, "
+                          "run.resume=never starts over, another run.dir leaves it alone")
+
+
+def _open_run(config: Config, step: int) -> Path:
+    """Make the run directory, write down what is effective, cut metrics.jsonl to what was done by `step`; its path."""
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
+    if config.run.resume == "never":
+        set_aside(folder)
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    (folder / "metrics.jsonl").unlink(missing_ok=True)
-    return MetricsFile(folder / "metrics.jsonl")
+    cut_after(folder / "metrics.jsonl", step)
+    return folder / "metrics.jsonl"
 
 
 def _sample(job: Job) -> str:

@@ -18,7 +18,7 @@ _HOMES = {"CheckpointError": "manifest", "State": "manifest", "Store": "manifest
           "content_of": "save", "write": "save", "load_model": "load", "load_training": "load", "load_weights": "load",
           "open_on_all": "load"}
 
-__all__ = [*_HOMES]  # noqa: PLE0604
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "U8": "u1", "I8": "i1", "U16
           "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8"}
 _CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8", "int8": "I8",
           "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32", "uint64": "U64", "int64": "I64"}
+BLOCK = 1 << 15  # elements converted at a time
 FLOATS = ("F64", "F32", "F16", "BF16")  # what weights may be stored as
 
 
@@ -36,10 +37,11 @@ def encode(values: np.ndarray, code: str, out: np.ndarray) -> None:
     if values.dtype.name == "bfloat16":
         words[:] = values.view(np.uint16)
         return
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))
-    not_a_number = (bits & 0x7FFFFFFF) > 0x7F800000
-    words[:] = np.where(not_a_number, bits | 0x400000, rounded) >> 16
+    for start in range(0, len(values), BLOCK):  # in blocks, so that the temporaries stay small
+        bits = values[start:start + BLOCK].astype(np.float32).view(np.uint32)
+        rounded = bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))
+        not_a_number = (bits & 0x7FFFFFFF) > 0x7F800000
+        words[start:start + BLOCK] = np.where(not_a_number, bits | 0x400000, rounded) >> 16
 
 
 def decode(raw: np.ndarray, code: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from mpshard import comm as communication
 from mpshard.checkpoint import publish, transfer
 from mpshard.checkpoint.checksums import join
 from mpshard.checkpoint.hf_config import from_hf
-from mpshard.checkpoint.manifest import OPTIMIZER, CheckpointError, State, Store, open_store
+from mpshard.checkpoint.manifest import OPTIMIZER, CheckpointError, DamagedError, State, Store, open_store
 from mpshard.checkpoint.safetensors_file import Tensor
 from mpshard.checkpoint.save import MASTER, optimizer_pieces
 from mpshard.checkpoint.transfer import Piece, Sum
@@ -48,14 +48,14 @@ def load_model(directory: str | Path, comm: MPI.Comm | None = None, **options: A
 
 
 def read_config(directory: Path) -> GPT2Config | LlamaConfig:
-    """The model's shapes from config.json. Raises CheckpointError for one that is missing, damaged or not supported."""
+    """The model's shapes from config.json. Raises ConfigError for one that is missing, damaged or not supported."""
     path = directory / "config.json"
     try:
         return from_hf(json.loads(path.read_bytes()))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
+        raise DamagedError(f"{path} is missing") from None
     except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
+        raise DamagedError(f"{path} is damaged: {error}") from None
 
 
 def open_on_all(comm: MPI.Comm, directory: Path) -> Store:
@@ -131,7 +131,7 @@ def verify(comm: MPI.Comm, store: Store, file: str, sums: list[Sum]) -> None:
     """Compare checksums of what all ranks have read with those written down. Collective.
 
     A range of which only a part was read cannot be checked and is passed over.
-    Raises CheckpointError, on every rank, with the file and the tensor.
+    Raises DamagedError, on every rank, with the file and the tensor.
     """
     gathered = comm.gather(sums)
     problem = None
@@ -139,7 +139,7 @@ def verify(comm: MPI.Comm, store: Store, file: str, sums: list[Sum]) -> None:
         problem = mismatch(store, file, [s for of_rank in gathered for s in of_rank])
     problem = comm.bcast(problem)
     if problem is not None:
-        raise CheckpointError(problem)
+        raise DamagedError(problem)
 
 
 def mismatch(store: Store, file: str, sums: list[Sum]) -> str | None:

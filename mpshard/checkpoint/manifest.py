@@ -26,6 +26,10 @@ class CheckpointError(ConfigError):
     """A checkpoint that cannot be used: which file, and why."""
 
 
+class DamagedError(CheckpointError):
+    """A file is missing, truncated or altered: an earlier checkpoint may do."""
+
+
 @dataclass(frozen=True)
 class State:
     """Where training stood.
@@ -58,14 +62,14 @@ class State:
 
     @classmethod
     def loads(cls, text: str, where: str) -> State:
-        """Raises CheckpointError, which begins with `where`, for a text that is damaged or of another format."""
+        """Raises DamagedError, which begins with `where`, for a text that is damaged, CheckpointError for another format."""
         try:
             content = json.loads(text)
             expected = content.pop("crc32")
         except (ValueError, KeyError, AttributeError, TypeError):
-            raise CheckpointError(f"{where} is damaged: it is not what mpshard wrote") from None
+            raise DamagedError(f"{where} is damaged: it is not what mpshard wrote") from None
         if expected != _crc(content):
-            raise CheckpointError(f"{where} is damaged: its checksum does not fit")
+            raise DamagedError(f"{where} is damaged: its checksum does not fit")
         if content.pop("format") != FORMAT:
             raise CheckpointError(f'{where} is of another version of mpshard; this one reads "{FORMAT}"')
         return cls(**content)
@@ -125,7 +129,7 @@ class Store:
 def open_store(directory: Path) -> Store:
     """Read the headers of a directory and check all that can be checked without reading tensors.
 
-    Raises CheckpointError, which names the file that is missing, truncated or altered.
+    Raises DamagedError, which names the file that is missing, truncated or altered; CheckpointError if there is no model.
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no directory")
@@ -138,11 +142,11 @@ def open_store(directory: Path) -> Store:
         try:
             names = sorted(set(json.loads((directory / INDEX).read_bytes())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError):
-            raise CheckpointError(f"{directory / INDEX} is damaged: it has no weight_map") from None
+            raise DamagedError(f"{directory / INDEX} is damaged: it has no weight_map") from None
     elif (directory / SINGLE).exists():
         names = [SINGLE]
     else:
-        raise CheckpointError(f"{directory} holds no model: neither {SINGLE} nor {INDEX}")
+        raise DamagedError(f"{directory} holds no model: neither {SINGLE} nor {INDEX}")
     return Store(directory, {name: read_header(directory / name) for name in names}, state)
 
 
@@ -150,22 +154,22 @@ def _read_state(directory: Path) -> State | None:
     path = directory / STATE
     if not path.exists():
         if (directory / OPTIMIZER).exists():
-            raise CheckpointError(f"{path} is missing")
+            raise DamagedError(f"{path} is missing")
         return None
     return State.loads(path.read_text(encoding="utf-8", errors="replace"), str(path))
 
 
 def _check(path: Path, record: Mapping[str, Any]) -> None:
     if not path.exists():
-        raise CheckpointError(f"{path} is missing")
+        raise DamagedError(f"{path} is missing")
     size = path.stat().st_size
     if size != record["bytes"]:
         what = "truncated" if size < record["bytes"] else "altered"
-        raise CheckpointError(f"{path} is {what}: {size} bytes, written were {record['bytes']}")
+        raise DamagedError(f"{path} is {what}: {size} bytes, written were {record['bytes']}")
     if "crc32" in record and zlib.crc32(path.read_bytes()) != record["crc32"]:
-        raise CheckpointError(f"{path} is altered: its checksum does not fit")
+        raise DamagedError(f"{path} is altered: its checksum does not fit")
     if "header_crc32" in record and zlib.crc32(header_bytes(path)) != record["header_crc32"]:
-        raise CheckpointError(f"{path} is altered: its header's checksum does not fit")
+        raise DamagedError(f"{path} is altered: its header's checksum does not fit")
 
 
 def header_bytes(path: Path) -> bytes:
@@ -176,9 +180,9 @@ def header_bytes(path: Path) -> bytes:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; CheckpointError for one that is missing, truncated or altered."""
+    """The tensors of a safetensors file; DamagedError for one that is missing, truncated or altered."""
     if not path.exists():
-        raise CheckpointError(f"{path} is missing")
+        raise DamagedError(f"{path} is missing")
     try:
         with path.open("rb") as file:
 
@@ -188,4 +192,4 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
             return parse(read, path.stat().st_size)
     except FormatError as error:
-        raise CheckpointError(f"{path} {error}") from None
+        raise DamagedError(f"{path} {error}") from None

@@ -13,11 +13,11 @@ from mpshard import __version__
 from mpshard.checkpoint import manifest, publish, transfer
 from mpshard.checkpoint.dtypes import code_of, is_exact
 from mpshard.checkpoint.hf_config import to_hf
-from mpshard.checkpoint.manifest import OPTIMIZER, STATE, CheckpointError, State
+from mpshard.checkpoint.manifest import OPTIMIZER, STATE, CheckpointError, DamagedError, State
 from mpshard.checkpoint.safetensors_file import INDEX, Spec, index, lay_out, split
 from mpshard.checkpoint.transfer import Piece
 from mpshard.comm.agree import agree, on_root
-from mpshard.device.base import Device, Kind
+from mpshard.device.base import Array, Device, Kind
 from mpshard.shard.sharded import Sharded
 from mpshard.shard.unit import Unit
 
@@ -110,16 +110,18 @@ def _of_optimizer(sharded: Sharded, optim: AdamW, exact: Mapping[str, bool]) -> 
 
 
 def snapshot(content: Content, device: Device) -> Content:
-    """The same with copies of this rank's arrays, so that training can go on while they are written."""
-    copies = {
-        file: [replace(piece, array=_copy(piece, device)) for piece in pieces] for file, pieces in content.pieces.items()}
-    return replace(content, pieces=copies)
+    """The same with copies of this rank's arrays in host memory, so that training can go on while they are written."""
 
+    def copy(array: Array) -> Array:
+        host = device.to_host(array)
+        if host is not array:  # from a device's memory: a copy already
+            return host
+        own = device.empty(array.size, array.dtype, Kind.STAGING)
+        own[:] = array
+        return own
 
-def _copy(piece: Piece, device: Device) -> object:
-    copy = device.empty(piece.stop - piece.start, piece.array.dtype, Kind.STAGING)
-    copy[:] = piece.array
-    return copy
+    pieces = {file: [replace(p, array=copy(p.array)) for p in of_file] for file, of_file in content.pieces.items()}
+    return replace(content, pieces=pieces)
 
 
 def write(comm: MPI.Comm, root: Path, content: Content, device: Device, keep: int = 2) -> Path:
@@ -164,7 +166,7 @@ def _begin(root: Path, step: int, needed: int) -> Path:
 def _compare(path: Path, written: Sequence[transfer.Sum], read: Sequence[transfer.Sum]) -> None:
     for w, r in zip(written, read, strict=True):
         if w != r:
-            raise CheckpointError(f"{path}: {w.name}[{w.start}:{w.stop}] was not read back as it was written")
+            raise DamagedError(f"{path}: {w.name}[{w.start}:{w.stop}] was not read back as it was written")
 
 
 def _finish(partial: Path, content: Content, files: dict, keep: int) -> Path:

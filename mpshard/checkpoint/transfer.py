@@ -7,7 +7,7 @@ computed, so nothing is read or walked through twice.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,7 +24,9 @@ from mpshard.device.base import Array, Device, Kind
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-CHUNK = 4 << 20  # bytes of the buffer; more made neither writing nor reading faster
+# Bytes of the buffer: more made neither writing nor reading faster. Of small models a small part, so that saving and
+# loading add a few hundredths at most to what a rank holds anyway.
+LARGEST, SMALLEST, PART = 4 << 20, 64 << 10, 32
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Sum(NamedTuple):
 
 
 def write(comm: MPI.Comm, path: Path, header: bytes, tensors: Mapping[str, Tensor], pieces: Sequence[Piece],
-          device: Device, chunk: int = CHUNK) -> list[Sum]:
+          device: Device) -> list[Sum]:
     """Write a file from every rank's pieces; returns this rank's checksums. Collective.
 
     Raises ConfigError, on every rank, if the file cannot be written.
@@ -55,8 +57,8 @@ def write(comm: MPI.Comm, path: Path, header: bytes, tensors: Mapping[str, Tenso
     extents = [extent(tensors[piece.name], piece.start, piece.stop) for piece in pieces]
     sums = [0] * len(pieces)
     with SharedFile(comm, path, write=True) as file:
-        plan = batches(extents, chunk)
-        buffer = device.empty(max([len(header) if comm.rank == 0 else 0, *(b.nbytes for b in plan)]), np.uint8, Kind.STAGING)
+        plan = batches(extents, _chunk(extents))
+        buffer = device.empty(max([0, *(b.nbytes for b in plan)]), np.uint8, Kind.STAGING)
 
         def step(batch: Batch | None) -> None:
             if batch is None:
@@ -81,7 +83,7 @@ def write(comm: MPI.Comm, path: Path, header: bytes, tensors: Mapping[str, Tenso
 
 
 def read(comm: MPI.Comm, path: Path, tensors: Mapping[str, Tensor], pieces: Sequence[Piece], device: Device,
-         ends: Mapping[str, Sequence[int]] | None = None, chunk: int = CHUNK) -> list[Sum]:
+         ends: Mapping[str, Sequence[int]] | None = None) -> list[Sum]:
     """Fill every rank's pieces from a file, converted to the type of their arrays; returns checksums. Collective.
 
     Only the bytes of this rank's pieces are read.
@@ -97,7 +99,7 @@ def read(comm: MPI.Comm, path: Path, tensors: Mapping[str, Tensor], pieces: Sequ
     extents = [e for _, e in cuts]
     sums = [0] * len(cuts)
     with SharedFile(comm, path) as file:
-        plan = batches(extents, chunk)
+        plan = batches(extents, _chunk(extents))
         buffer = device.empty(max([0, *(b.nbytes for b in plan)]), np.uint8, Kind.STAGING)
 
         def step(batch: Batch | None) -> None:
@@ -118,8 +120,12 @@ def read(comm: MPI.Comm, path: Path, tensors: Mapping[str, Tensor], pieces: Sequ
     return [Sum(e.name, e.start, e.stop, crc) for e, crc in zip(extents, sums, strict=True)]
 
 
+def _chunk(extents: Iterable[Extent]) -> int:
+    return max(SMALLEST, min(LARGEST, sum(e.nbytes for e in extents) // PART))
+
+
 def _cuts(pieces: Sequence[Piece], tensors: Mapping[str, Tensor],
-          ends: Mapping[str, Sequence[int]]) -> Iterable[tuple[Piece, Extent]]:
+          ends: Mapping[str, Sequence[int]]) -> Iterator[tuple[Piece, Extent]]:
     for piece in pieces:
         for part in cut(extent(tensors[piece.name], piece.start, piece.stop), ends.get(piece.name, ())):
             yield piece, part

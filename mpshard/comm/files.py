@@ -20,6 +20,11 @@ _ERRNO = {MPI.ERR_NO_SPACE: errno.ENOSPC, MPI.ERR_QUOTA: errno.EDQUOT, MPI.ERR_R
           MPI.ERR_ACCESS: errno.EACCES, MPI.ERR_NO_SUCH_FILE: errno.ENOENT}
 
 
+def can_write_from_threads() -> bool:
+    """Whether a thread may write files while the main thread communicates (on other communicators)."""
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
 class SharedFile:
     """One file, open on every rank of a communicator; a context manager.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,3 +25,19 @@ class MetricsFile:
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Drop the lines of steps after `step`, and one that a killed run left unfinished: the run goes on from there."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    new = path.with_name(path.name + ".partial")
+    new.write_text("".join(kept), encoding="utf-8")
+    os.replace(new, path)
