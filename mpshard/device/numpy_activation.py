@@ -94,25 +94,26 @@ class ActivationKernels(NumpyMemory):
         return y
 
     def swiglu_backward(self, dy: np.ndarray, gate_up: np.ndarray) -> np.ndarray:
-        # y = g s(g) u, s = 1 / (1 + exp(-g)):  du = dy g s,  dg = dy u s (1 + g (1 - s))
+        # y = g s(g) u, s = 1 / (1 + exp(-g)), z = g s:  du = dy z,  dg = dy u (z + s (1 - z)). Halves of rows (gate, up)
+        # are twice as slow to walk through as scratch is, so each is touched as seldom as can be.
         n, f = dy.shape
         dx = self.empty((n, 2 * f), dy.dtype)
-        scratch = self.empty((block_rows(n, f * dy.itemsize), f), dy.dtype)
+        scratch = self.empty((3, block_rows(n, f * dy.itemsize), f), dy.dtype)
         with np.errstate(over="ignore"):
             for block in blocks(n, f * dy.itemsize):
                 gate, up, g = gate_up[block, :f], gate_up[block, f:], dy[block]
-                dgate, dup, s = dx[block, :f], dx[block, f:], scratch[: len(g)]
+                s, z, inner = scratch[:, : len(g)]
                 np.negative(gate, out=s)
                 np.exp(s, out=s)
                 s += 1
                 np.divide(1, s, out=s)
-                np.subtract(1, s, out=dgate)
-                dgate *= gate
-                dgate += 1
-                s *= g
-                dgate *= s
-                dgate *= up
-                np.multiply(gate, s, out=dup)
+                np.multiply(gate, s, out=z)
+                np.multiply(z, g, out=dx[block, f:])
+                np.subtract(1, z, out=inner)
+                inner *= s
+                inner += z
+                inner *= g
+                np.multiply(inner, up, out=dx[block, :f])
         return dx
 
 
