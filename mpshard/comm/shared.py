@@ -173,8 +173,8 @@ class SharedTransport:
         yield slot.done.reached(slot.ready.mine)
         size = local.size
         full[self.comm.rank * size:(self.comm.rank + 1) * size] = local
-        places = [(node * self.node.size + self.local) * size for node in range(self.nodes)]
         _, count, datatype = collectives.message(local)
+        places = [(node * self.node.size + self.local) * count for node in range(self.nodes)]  # in datatypes, as count
         yield self.gather_peers.Iallgatherv(
             MPI.IN_PLACE, [collectives.message(full)[0], [count] * self.nodes, places, datatype])
         yield slot.ready.reached(slot.ready.advance())
