@@ -9,6 +9,8 @@ Shapes: b sequences of t positions, width d; linear operations treat (b, t) as o
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpshard.autograd.tensor import Array, Parameter, Tape, Tensor
 
 
@@ -45,18 +47,27 @@ def linear_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, bias: P
 
 
 # -- embedding -------------------------------------------------------------------------------
-def embedding(tape: Tape, ids: Array, table: Parameter, positions: Parameter | None = None) -> Tensor:
-    """ids (b, t) int64 -> (b, t, d): rows of `table` (v, d), plus learned positions (>= t, d) where there are any."""
+def embedding(tape: Tape, ids: Array, table: Parameter, positions: Parameter | None = None,
+              position_ids: Array | None = None) -> Tensor:
+    """ids (b, t) int64 -> (b, t, d): rows of `table` (v, d), plus learned positions (>= t, d) where there are any.
+
+    position_ids (b, t): which of them; None: 0 ... t-1.
+    """
     y = tape.device.embedding(ids, table.data)
-    if positions is not None:
+    if positions is not None and position_ids is not None:
+        tape.device.add(y, tape.device.embedding(position_ids, positions.data))
+    elif positions is not None:
         tape.device.add_positions(y, positions.data)
-    return tape.record(y, embedding_backward, ids, table, positions)
+    return tape.record(y, embedding_backward, ids, table, positions, position_ids)
 
 
-def embedding_backward(tape: Tape, dy: Array, ids: Array, table: Parameter, positions: Parameter | None) -> None:
+def embedding_backward(tape: Tape, dy: Array, ids: Array, table: Parameter, positions: Parameter | None,
+                       position_ids: Array | None) -> None:
     if positions is not None:
         target, accumulate = positions.grad_target()
-        if target is not None:
+        if target is not None and position_ids is not None:
+            tape.device.embedding_backward(dy, position_ids, target, accumulate)
+        elif target is not None:
             tape.device.positions_backward(dy, target, accumulate)
     target, accumulate = table.grad_target()
     if target is not None:
@@ -86,6 +97,41 @@ def rms_norm_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, stats
     x.grad = tape.device.rms_norm_backward(dy, x.data, weight.data, stats, dweight, accumulate, dx=x.grad)
 
 
+def head_norm(tape: Tape, qkv: Tensor, query_weight: Parameter, key_weight: Parameter, heads: int, kv_heads: int,
+              eps: float) -> Tensor:
+    """RMS norm of every query head and every key head of qkv (b, t, (h + 2k) e), each over its own e elements, in place.
+
+    query_weight, key_weight (e,). The heads as they were are kept for backward; the product that made qkv needs it not.
+    Dehghani et al. 2023 (arXiv:2302.05442), section 2 (there with a layer norm); Qwen3.
+    """
+    saved = []
+    for weight, part in zip((query_weight, key_weight), _query_and_key_heads(qkv.data, heads, kv_heads), strict=True):
+        x = tape.device.empty(part.shape, part.dtype)
+        x[...] = part
+        y, stats = tape.device.rms_norm(x, weight.data, eps)
+        part[...] = y
+        saved.append((weight, x, stats))
+    return tape.record(qkv.data, head_norm_backward, qkv, saved, heads, kv_heads)
+
+
+def head_norm_backward(tape: Tape, dy: Array, qkv: Tensor, saved: list[tuple[Parameter, Array, Array]], heads: int, kv_heads: int) -> None:
+    dqkv = tape.device.empty(dy.shape, dy.dtype)
+    dqkv[...] = dy  # of the values it is the gradient already
+    for (weight, x, stats), part in zip(saved, _query_and_key_heads(dqkv, heads, kv_heads), strict=True):
+        dx = tape.device.empty(part.shape, part.dtype)
+        dx[...] = part
+        dweight, accumulate = weight.grad_target()
+        part[...] = tape.device.rms_norm_backward(dx, x, weight.data, stats, dweight, accumulate, dx=None)
+    qkv.accumulate(dqkv, tape.device)
+
+
+def _query_and_key_heads(qkv: Array, heads: int, kv_heads: int) -> tuple[Array, Array]:
+    """Views (b, t, h, e) and (b, t, k, e)."""
+    b, t, width = qkv.shape
+    by_head = qkv.reshape(b, t, heads + 2 * kv_heads, width // (heads + 2 * kv_heads))
+    return by_head[:, :, :heads], by_head[:, :, heads:heads + kv_heads]
+
+
 # -- activations -----------------------------------------------------------------------------
 def gelu(tape: Tape, x: Tensor, approximate: bool = True) -> Tensor:
     """x * Phi(x), element by element; `approximate` is the tanh form that GPT-2 was trained with."""
@@ -109,15 +155,24 @@ def swiglu_backward(tape: Tape, dy: Array, gate_up: Tensor) -> None:
 
 # -- attention -------------------------------------------------------------------------------
 def attention(tape: Tape, qkv: Tensor, heads: int, kv_heads: int, scale: float,
-              angles: tuple[Array, Array] | None = None, segments: Array | None = None) -> Tensor:
+              angles: tuple[Array, Array] | None = None, segments: Array | None = None,
+              memory: tuple[Any, str] | None = None) -> Tensor:
     """Causal attention of qkv (b, t, (h + 2k) e) -> (b, t, h e), queries and keys turned by `angles` first.
 
-    angles: cos, sin (t, e/2) for rotary embedding, None for models with learned positions. qkv is turned in
-    place: the product that made it does not need it again, and attention's backward needs it turned.
+    angles: cos, sin (t, e/2) or (b, t, e/2) for rotary embedding, None for models with learned positions. qkv is turned
+    in place: the product that made it does not need it again, and attention's backward needs it turned.
     segments (b, t): which packed document each position belongs to.
+    memory: a cache and the name of what it keeps for us: earlier positions are seen too, these are added. No gradient.
     """
     if angles is not None:
         tape.device.rotary(qkv.data, heads, kv_heads, *angles)
+    if memory is not None:
+        cache, name = memory
+        if name not in cache.arrays:
+            b, _, width = qkv.data.shape
+            size = width // (heads + 2 * kv_heads) * 2 * kv_heads
+            cache.arrays[name] = tape.device.empty((b, cache.capacity, size), qkv.data.dtype)
+        return Tensor(tape.device.cached_attention(qkv.data, cache.arrays[name], cache.length, heads, kv_heads, scale))
     y, lse = tape.device.attention(qkv.data, heads, kv_heads, scale, segments)
     out = tape.record(y, attention_backward, qkv, y, lse, heads, kv_heads, scale, angles, segments)
     return out
@@ -193,6 +248,13 @@ def cross_entropy_backward(tape: Tape, dy: float, loss: Loss, x: Tensor, table: 
     loss.value, dx = tape.device.cross_entropy(
         rows(x.data), table.data, targets.reshape(-1), ignore_index, dy, target, accumulate, want_dx=True)
     x.accumulate(dx.reshape(x.data.shape), tape.device)
+
+
+def last_position(tape: Tape, x: Tensor) -> Tensor:
+    """(b, t, d) -> (b, 1, d), a copy, for sampling: nobody reads the logits of a prompt. No gradient."""
+    last = tape.device.empty((x.data.shape[0], 1, x.data.shape[2]), x.data.dtype)
+    last[...] = x.data[:, -1:]
+    return Tensor(last)
 
 
 def logits(tape: Tape, x: Tensor, table: Parameter) -> Tensor:

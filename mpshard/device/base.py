@@ -166,6 +166,15 @@ class Device(Protocol):
     ) -> Array:
         """-> dqkv, laid out as qkv. Scores are computed again, block by block. Same paper, algorithm 2."""
 
+    def cached_attention(
+        self, qkv: Array, cache: Array, past: int, heads: int, kv_heads: int, scale: float
+    ) -> Array:
+        """Causal attention of qkv (b, t, (h + 2k) e) over `past` earlier positions and its own t -> y (b, t, h e).
+
+        cache (b, >= past + t, 2k e): keys and values of the earlier positions; those of qkv are put behind them. For
+        sampling: a few positions at a time (t scores a key), or, with past = 0, a whole prompt.
+        """
+
     # -- loss --------------------------------------------------------------------------------
     def cross_entropy(
         self, x: Array, table: Array, targets: Array, ignore_index: int,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpshard.device.numpy_activation import ActivationKernels
-from mpshard.device.numpy_attention import AttentionKernels
+from mpshard.device.numpy_cache import CachedAttentionKernels
 from mpshard.device.numpy_embedding import EmbeddingKernels
 from mpshard.device.numpy_loss import LossKernels
 from mpshard.device.numpy_memory import block_rows, blocks
@@ -21,7 +21,7 @@ PRODUCT_BYTES = 512 << 10  # of an accumulated product's block: read back from t
 
 
 class NumpyDevice(
-    EmbeddingKernels, NormKernels, ActivationKernels, AttentionKernels, LossKernels, DropoutKernels, UpdateKernels
+    EmbeddingKernels, NormKernels, ActivationKernels, CachedAttentionKernels, LossKernels, DropoutKernels, UpdateKernels
 ):
     """Implements `mpshard.device.base.Device`, where the methods are described.
 

@@ -44,7 +44,7 @@ class Embedding(Module):
         self.parameters = [self.tokens, self.positions]
 
     def forward(self, tape: Tape, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        return ops.dropout(tape, ops.embedding(tape, batch.ids, self.tokens, self.positions), self.dropout)
+        return ops.dropout(tape, ops.embedding(tape, batch.ids, self.tokens, self.positions, batch.positions), self.dropout)
 
 
 class Block(Module):
@@ -73,7 +73,8 @@ class Block(Module):
         c = self.config
         h = ops.layer_norm(tape, x, self.norm1_weight, self.norm1_bias, c.norm_eps)
         qkv = ops.linear(tape, h, self.qkv_weight, self.qkv_bias, transposed=True)  # (b, t, 3d)
-        y = ops.attention(tape, qkv, c.n_heads, c.n_heads, (c.d_model // c.n_heads) ** -0.5, segments=batch.segments)
+        y = ops.attention(tape, qkv, c.n_heads, c.n_heads, (c.d_model // c.n_heads) ** -0.5, None, batch.segments,
+                          batch.memory_of(self.name))
         y = ops.linear(tape, y, self.out_weight, self.out_bias, transposed=True)  # (b, t, d)
         x = ops.residual(tape, x, y, c.dropout)
         h = ops.layer_norm(tape, x, self.norm2_weight, self.norm2_bias, c.norm_eps)
@@ -98,6 +99,7 @@ class Head(Module):
             self.parameters.append(self.table)
 
     def forward(self, tape: Tape, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        x = ops.last_position(tape, x) if batch.last_only else x
         h = ops.layer_norm(tape, x, self.norm_weight, self.norm_bias, self.eps)
         if batch.targets is None:
             return ops.logits(tape, h, self.table)

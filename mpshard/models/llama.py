@@ -1,7 +1,8 @@
 """The Llama family: RMSNorm, rotary embedding, SwiGLU, grouped key/value heads, weights stored (out, in).
 
-Touvron et al. 2023 (arXiv:2302.13971); grouped heads: Ainslie et al. 2023 (arXiv:2305.13245). Parameter names as
-`transformers.LlamaForCausalLM` saves them.
+Touvron et al. 2023 (arXiv:2302.13971); grouped heads: Ainslie et al. 2023 (arXiv:2305.13245). Llama 1, 2, 3 and SmolLM2
+as they are; Mistral, Qwen2 and Qwen3 are the same but for what `LlamaConfig.arch` says. Parameter names as the
+`...ForCausalLM` classes of `transformers` save them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from mpshard.nn import Constant, MicroBatch, Model, Module, Normal
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama. n_kv_heads: 0 means n_heads; d_ff: 0 means 8/3 d_model rounded up to a multiple of 64."""
+    """Sizes of a Llama.
+
+    n_kv_heads: 0 means n_heads; head_dim: 0 means d_model / n_heads; d_ff: 0 means 8/3 d_model rounded up to a multiple
+    of 64. attention_bias: of all four projections.
+    arch: "llama"; "mistral", with a sliding_window; "qwen2", with biases in the q, k, v projections; "qwen3", with an RMS
+    norm over each query and each key head.
+    sliding_window: how many positions back a query was trained to see, 0 for all; longer sequences are not for this model.
+    rope_*: see `frequencies`.
+    """
 
     vocab_size: int = 32000
     max_seq_len: int = 2048
@@ -33,6 +42,14 @@ class LlamaConfig:
     mlp_bias: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    arch: str = "llama"
+    head_dim: int = 0
+    sliding_window: int = 0
+    rope_scaling: str = "none"
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_len: int = 0
 
     @property
     def kv_heads(self) -> int:
@@ -44,24 +61,47 @@ class LlamaConfig:
 
     @property
     def head_width(self) -> int:
-        return self.d_model // self.n_heads
+        return self.head_dim or self.d_model // self.n_heads
+
+
+def frequencies(config: LlamaConfig) -> np.ndarray:
+    """Radians a position of each pair of a head's elements: (e/2,) float64.
+
+    Su et al. 2021 (arXiv:2104.09864), eq. 15. rope_scaling: "linear" slows all by `rope_factor` (Chen et al. 2023,
+    arXiv:2306.15595); "llama3" only those that turn less than `rope_low_freq_factor` times within `rope_original_len`
+    positions, not those that turn more than `rope_high_freq_factor` times, and the others in between.
+    """
+    e = config.head_width
+    fast = config.rope_theta ** (-np.arange(0, e, 2, dtype=np.float64) / e)
+    if config.rope_scaling == "none":
+        return fast
+    slow = fast / config.rope_factor
+    if config.rope_scaling == "linear":
+        return slow
+    turns = (config.rope_original_len or config.max_seq_len) * fast / (2 * math.pi)
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    return share * fast + (1 - share) * slow
 
 
 class Rotary:
-    """Cosines and sines of every position's angles, made once per device and length; shared by all blocks."""
+    """Cosines and sines of every position's angles, made once per precision and grown on demand; shared by all blocks."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        e = config.head_width
-        self.frequencies = config.rope_theta ** (-np.arange(0, e, 2, dtype=np.float64) / e)  # (e/2,)
-        self.tables: dict[tuple[int, object], tuple[Array, Array]] = {}
+        self.frequencies = frequencies(config)
+        self.tables: dict[object, tuple[Array, Array]] = {}
 
-    def angles(self, tape: Tape, x: Array) -> tuple[Array, Array]:
-        """cos, sin (t, e/2) in the precision of x (b, t, d). Angles are made in float64."""
-        key = (x.shape[1], x.dtype)
-        if key not in self.tables:
-            turns = np.outer(np.arange(x.shape[1]), self.frequencies)
-            self.tables[key] = tuple(tape.device.from_host(f(turns).astype(x.dtype)) for f in (np.cos, np.sin))
-        return self.tables[key]
+    def angles(self, tape: Tape, x: Array, batch: MicroBatch) -> tuple[Array, Array]:
+        """cos, sin in the precision of x (b, t, d): (t, e/2), or (b, t, e/2) if the batch has positions of its own."""
+        t, key = x.shape[1], x.dtype
+        needed = t if batch.cache is None else batch.cache.length + t
+        if key not in self.tables or len(self.tables[key][0]) < needed:
+            turns = np.outer(np.arange(1 << (needed - 1).bit_length()), self.frequencies)  # in float64
+            self.tables[key] = tuple(tape.device.from_host(f(turns).astype(key)) for f in (np.cos, np.sin))
+        cos, sin = self.tables[key]
+        if batch.positions is None:
+            return cos[:t], sin[:t]
+        return cos[batch.positions], sin[batch.positions]
 
 
 class Embedding(Module):
@@ -84,20 +124,24 @@ class Block(Module):
         d, f, e, prefix = config.d_model, config.ff, config.head_width, f"model.layers.{index}"
         self.name, self.config, self.rotary = f"layers.{index}", config, rotary
         inner, into_residual = Normal(0.02), Normal(0.02 / math.sqrt(2 * config.n_layers))
-        kv = config.kv_heads * e
+        q, kv = config.n_heads * e, config.kv_heads * e
 
         def weights(names: list[str], sizes: list[int], columns: int, init: Normal, bias: bool) -> tuple[list[Parameter], list[Parameter]]:
             pairs = list(zip(names, sizes, strict=True))
             return ([Parameter(f"{prefix}.{n}.weight", (rows, columns), init) for n, rows in pairs],
                     [Parameter(f"{prefix}.{n}.bias", (rows,), Constant(0.0)) for n, rows in pairs] if bias else [])
 
-        qkv, qkv_bias = weights(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], [d, kv, kv], d, inner, config.attention_bias)
-        out, out_bias = weights(["self_attn.o_proj"], [d], d, into_residual, config.attention_bias)
+        qkv, qkv_bias = weights(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], [q, kv, kv], d, inner,
+                                config.attention_bias or config.arch == "qwen2")
+        out, out_bias = weights(["self_attn.o_proj"], [d], q, into_residual, config.attention_bias)
         gate_up, gate_up_bias = weights(["mlp.gate_proj", "mlp.up_proj"], [f, f], d, inner, config.mlp_bias)
         down, down_bias = weights(["mlp.down_proj"], [d], f, into_residual, config.mlp_bias)
         self.norm1 = Parameter(f"{prefix}.input_layernorm.weight", (d,), Constant(1.0))
         self.norm2 = Parameter(f"{prefix}.post_attention_layernorm.weight", (d,), Constant(1.0))
-        self.parameters = [self.norm1, *qkv, *qkv_bias, *out, *out_bias, self.norm2, *gate_up, *gate_up_bias, *down, *down_bias]
+        heads = ["self_attn.q_norm", "self_attn.k_norm"] if config.arch == "qwen3" else []
+        self.head_norms = [Parameter(f"{prefix}.{n}.weight", (e,), Constant(1.0)) for n in heads]
+        self.parameters = [self.norm1, *qkv, *qkv_bias, *self.head_norms, *out, *out_bias, self.norm2, *gate_up, *gate_up_bias,
+                           *down, *down_bias]
         # One product for q, k, v and one for gate, up: views over neighbours in storage, nothing is concatenated.
         self.qkv, self.gate_up = Parameter.fuse(f"{prefix}.qkv", qkv), Parameter.fuse(f"{prefix}.gate_up", gate_up)
         self.qkv_bias = Parameter.fuse(f"{prefix}.qkv.bias", qkv_bias) if qkv_bias else None
@@ -110,8 +154,10 @@ class Block(Module):
         c = self.config
         h = ops.rms_norm(tape, x, self.norm1, c.norm_eps)
         qkv = ops.linear(tape, h, self.qkv, self.qkv_bias)  # (b, t, (h + 2k) e)
-        angles = self.rotary.angles(tape, x.data)
-        y = ops.attention(tape, qkv, c.n_heads, c.kv_heads, c.head_width ** -0.5, angles, batch.segments)
+        if self.head_norms:
+            qkv = ops.head_norm(tape, qkv, *self.head_norms, c.n_heads, c.kv_heads, c.norm_eps)
+        angles, memory = self.rotary.angles(tape, x.data, batch), batch.memory_of(self.name)
+        y = ops.attention(tape, qkv, c.n_heads, c.kv_heads, c.head_width ** -0.5, angles, batch.segments, memory)
         x = ops.residual(tape, x, ops.linear(tape, y, self.out, self.out_bias), c.dropout)
         h = ops.rms_norm(tape, x, self.norm2, c.norm_eps)
         h = ops.swiglu(tape, ops.linear(tape, h, self.gate_up, self.gate_up_bias))  # (b, t, f)
@@ -132,7 +178,7 @@ class Head(Module):
             self.parameters.append(self.table)
 
     def forward(self, tape: Tape, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        h = ops.rms_norm(tape, x, self.norm, self.eps)
+        h = ops.rms_norm(tape, ops.last_position(tape, x) if batch.last_only else x, self.norm, self.eps)
         if batch.targets is None:
             return ops.logits(tape, h, self.table)
         return ops.cross_entropy(tape, h, self.table, batch.targets, batch.ignore_index)

@@ -1,6 +1,6 @@
 """Modules, models and initial values."""
 
 from mpshard.nn.init import Constant, Init, Normal
-from mpshard.nn.module import MicroBatch, Model, Module
+from mpshard.nn.module import Cache, MicroBatch, Model, Module
 
-__all__ = ["Constant", "Init", "MicroBatch", "Model", "Module", "Normal"]
+__all__ = ["Cache", "Constant", "Init", "MicroBatch", "Model", "Module", "Normal"]

@@ -9,12 +9,25 @@ from typing import Any
 from mpshard.autograd.tensor import Array, Parameter, Tape, Tensor
 
 
+class Cache:
+    """Keys and values of the positions that a model has seen, per block, so that the next ones need not make them again.
+
+    capacity: positions it has room for. length: positions seen so far, the same for all blocks and sequences.
+    arrays: {module: (b, capacity, 2 k e)}, the turned keys and the values side by side; made at first use.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
+        self.arrays: dict[str, Array] = {}
+
+
 @dataclass
 class MicroBatch:
     """What a forward pass reads beside activations; device arrays.
 
     ids (b, t) int64; targets (b, t) int64 or None (then the head yields logits); segments (b, t) int32 or None:
-    the packed document of each position; positions (b, t) int64 or None (0 ... t-1).
+    the packed document of each position; positions (b, t) int64 or None (0 ... t-1). last_only: logits of the last
+    position alone. cache: the positions before these; with it goes no backward.
     """
 
     ids: Array
@@ -22,6 +35,12 @@ class MicroBatch:
     segments: Array | None = None
     positions: Array | None = None
     ignore_index: int = -100
+    last_only: bool = False
+    cache: Cache | None = None
+
+    def memory_of(self, module: str) -> tuple[Cache, str] | None:
+        """Where a module's attention finds and leaves keys and values, if it is to."""
+        return None if self.cache is None else (self.cache, module)
 
 
 class Module:

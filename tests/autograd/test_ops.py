@@ -24,6 +24,7 @@ STEP = 1e-6
 IDS = np.random.default_rng(1).integers(0, V, (B, T))
 TARGETS = np.where(IDS == 3, -100, (IDS + 1) % V)  # some positions have nothing to learn
 SEGMENTS = np.array([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]], np.int32)  # packed documents
+POSITIONS = np.array([[0, 1, 0, 1, 2], [0, 0, 1, 0, 1]])  # theirs, from 0 in each
 
 
 def angles(width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -58,9 +59,13 @@ CASES = {
     "linear, fused": Case(ops.linear, parameters={"w": [(4, D), (2, D), (1, D)], "b": [(4,), (2,), (1,)]}),
     "linear, transposed": Case(lambda t, x, w, b: ops.linear(t, x, w, b, transposed=True), parameters={"w": (D, 4), "b": (4,)}),
     "embedding": Case(lambda t, x, w: ops.embedding(t, IDS, w), None, {"w": (V, D)}),
+    "embedding, own positions": Case(lambda t, x, w, p: ops.embedding(t, IDS, w, p, POSITIONS), None, {"w": (V, D), "p": (T, D)}),
     "embedding, positions": Case(lambda t, x, w, p: ops.embedding(t, IDS, w, p), None, {"w": (V, D), "p": (T + 3, D)}),
     "layer_norm": Case(lambda t, x, w, b: ops.layer_norm(t, x, w, b, 1e-5), parameters={"w": (D,), "b": (D,)}),
     "rms_norm": Case(lambda t, x, w: ops.rms_norm(t, x, w, 1e-5), parameters={"w": (D,)}),
+    "head_norm": Case(lambda t, x, q, k: ops.head_norm(t, x, q, k, 4, 2, 1e-5), QKV, {"q": (4,), "k": (4,)}),
+    "head_norm, attention": Case(lambda t, x, q, k: ops.attention(t, ops.head_norm(t, x, q, k, 4, 2, 1e-5), 4, 2, 0.5, angles(4)),
+                                 QKV, {"q": (4,), "k": (4,)}),
     "gelu, tanh": Case(ops.gelu),
     "gelu, exact": Case(lambda t, x: ops.gelu(t, x, approximate=False)),
     "swiglu": Case(ops.swiglu),
@@ -68,6 +73,8 @@ CASES = {
     "attention, grouped, rotary": Case(lambda t, x: ops.attention(t, x, 4, 2, 0.5, angles(4)), QKV),
     "attention, one key head": Case(lambda t, x: ops.attention(t, x, 4, 1, 0.5, angles(4)), (B, T, (4 + 2) * 4)),
     "attention, documents": Case(lambda t, x: ops.attention(t, x, 4, 2, 0.5, angles(4), SEGMENTS), QKV),
+    "attention, positions": Case(
+        lambda t, x: ops.attention(t, x, 4, 2, 0.5, tuple(a[POSITIONS] for a in angles(4)), SEGMENTS), QKV),
     "dropout": Case(lambda t, x: ops.dropout(t, x, 0.3)),
     "dropout, none": Case(lambda t, x: ops.dropout(t, x, 0.0), passes_dy_on=True),
     "residual": Case(lambda t, x, w: ops.residual(t, x, ops.linear(t, x, w)), parameters={"w": (D, D)}, passes_dy_on=True),
@@ -167,9 +174,12 @@ def test_gradient(name):
     gpt2(GPT2Config(V, T, n_layers=1, d_model=8, n_heads=4, tie_embeddings=False, gelu_approximate=False)),
     llama(LlamaConfig(V, T, n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, d_ff=6, attention_bias=True, mlp_bias=True)),
     llama(LlamaConfig(V, T, n_layers=1, d_model=16, n_heads=4, n_kv_heads=1, d_ff=5, tie_embeddings=True, dropout=0.2)),
-], ids=["gpt2", "gpt2, untied", "llama", "llama, tied"])
-def test_gradient_of_whole_models(model):
-    batch = MicroBatch(IDS, TARGETS, SEGMENTS)
+    llama(LlamaConfig(V, T, n_layers=1, d_model=12, n_heads=2, d_ff=5, arch="qwen2")),
+    llama(LlamaConfig(V, T, n_layers=1, d_model=10, n_heads=4, n_kv_heads=2, d_ff=5, arch="qwen3", head_dim=6)),
+], ids=["gpt2", "gpt2, untied", "llama", "llama, tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("positions", [None, POSITIONS], ids=["", "own positions"])
+def test_gradient_of_whole_models(model, positions):
+    batch = MicroBatch(IDS, TARGETS, SEGMENTS, positions)
 
     def run(tape: Tape, x: None) -> Tensor:
         for module in model.modules:
