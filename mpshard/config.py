@@ -133,6 +133,8 @@ class RunConfig:
     resume: str = key("", "auto = go on from the last checkpoint of run.dir, if it has one; DIR = from that checkpoint; "
                           "never = start over; empty = refuse if run.dir holds a run")
     device: Literal["auto", "numpy", "cupy"] = key("auto", "array library")
+    trace: bool = key(False, "write trace.json: what every rank did when, for ui.perfetto.dev")
+    trace_steps: int = key(5, "steps that the trace holds, the run's first", POSITIVE, needs="run.trace=true")
 
 
 @dataclass(frozen=True)

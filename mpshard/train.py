@@ -16,12 +16,13 @@ from mpshard.comm import collectives
 from mpshard.comm.agree import agree, on_root
 from mpshard.config import Config, ConfigError, flat, to_toml
 from mpshard.data import Batches, Data, open_data
-from mpshard.device.blas import set_blas_threads
+from mpshard.device.blas import blas_info, set_blas_threads
 from mpshard.observe.console import Console
 from mpshard.observe.metrics import MetricsFile, cut_after
 from mpshard.optim import AdamW, learning_rate
 from mpshard.sample import Sampling, generate
 from mpshard.shard import Sharded, StepOutput, shard
+from mpshard.tracing import Tracing
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,6 +39,20 @@ class Job:
     console: Console
 
 
+def build_model(config: Config, comm: MPI.Comm) -> tuple[Sharded, AdamW]:
+    """The model that `config` says, cut over the ranks of `comm`, and its optimizer; no data needed."""
+    c = config
+    sharded = shard(
+        models.from_config(c.model), comm, strategy=c.shard.strategy, prefetch=c.shard.prefetch, reduce=c.shard.reduce,
+        transport=c.shard.transport, progress=c.shard.progress, device=c.run.device, seed=c.train.seed,
+        ignore_index=c.data.ignore_index)
+    set_blas_threads(sharded.mesh.cores)
+    optim = AdamW(
+        sharded, lr=c.optim.lr, betas=c.optim.betas, eps=c.optim.eps, weight_decay=c.optim.weight_decay,
+        clip_grad_norm=c.optim.clip_grad_norm, no_decay=c.optim.no_decay or None)
+    return sharded, optim
+
+
 def build(config: Config, comm: MPI.Comm) -> Job:
     """Open the data, make the model's shapes, cut it over the ranks of `comm`. `config` is resolved and valid.
 
@@ -45,17 +60,10 @@ def build(config: Config, comm: MPI.Comm) -> Job:
     """
     c, console = config, Console(speaks=comm.rank == 0)
     data = agree(comm, lambda: open_data(config))
-    model = models.from_config(c.model)
-    sharded = shard(
-        model, comm, strategy=c.shard.strategy, prefetch=c.shard.prefetch, reduce=c.shard.reduce,
-        transport=c.shard.transport, progress=c.shard.progress, device=c.run.device, seed=c.train.seed,
-        ignore_index=c.data.ignore_index)
-    threads = set_blas_threads(sharded.mesh.cores)
-    optim = AdamW(
-        sharded, lr=c.optim.lr, betas=c.optim.betas, eps=c.optim.eps, weight_decay=c.optim.weight_decay,
-        clip_grad_norm=c.optim.clip_grad_norm, no_decay=c.optim.no_decay or None)
-    console.say(f"{c.model.arch}, {model.size:,} parameters in {len(sharded.units)} units; {comm.size} ranks, "
-                f"{threads} BLAS threads each, {sharded.device.name}; transport {sharded.transport.name}, progress by {sharded.progress.name}")
+    sharded, optim = build_model(config, comm)
+    console.say(f"{c.model.arch}, {sharded.model.size:,} parameters in {len(sharded.units)} units; {comm.size} ranks, "
+                f"{blas_info().threads} BLAS threads each, {sharded.device.name}; "
+                f"transport {sharded.transport.name}, progress by {sharded.progress.name}")
     return Job(config, data, sharded, optim, console)
 
 
@@ -75,7 +83,8 @@ def train(job: Job) -> float | None:
     begun = resume(c.run.resume, folder, sharded, optim, flat(c), console.say)
     path = on_root(comm, lambda: _open_run(c, begun.step))
     metrics = agree(comm, lambda: MetricsFile(path if comm.rank == 0 else None))
-    saver = Saver(c.checkpoint, folder / "checkpoints", sharded, optim, flat(c), separator=job.data.tokenizer.separator)
+    saver = Saver(folder / "checkpoints", sharded, optim, c.checkpoint, flat(c), separator=job.data.tokenizer.separator)
+    tracing = Tracing(sharded, folder / "trace.json", c.run.trace_steps) if c.run.trace else None
     evaluation: float | None = None
     console.start(c.train.steps, begun.step)
     for step in range(begun.step, c.train.steps):
@@ -88,6 +97,8 @@ def train(job: Job) -> float | None:
         updating = time.perf_counter()
         optim.step(output)
         end = time.perf_counter()
+        if tracing is not None:
+            tracing.done(step + 1, start, updating, end)
         record = step_record(job, step + 1, output, end - start, end - updating)
         if (step + 1) % c.train.log_every == 0 or step + 1 == c.train.steps:
             metrics.write(record)
@@ -103,6 +114,8 @@ def train(job: Job) -> float | None:
     saver.wait()
     console.stop()
     metrics.close()
+    if tracing is not None:
+        tracing.close()
     if c.train.sample_tokens:
         console.say(_sample(job))
     return evaluation
