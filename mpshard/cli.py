@@ -54,6 +54,18 @@ def train(arguments: argparse.Namespace, world: MPI.Comm) -> None:
     training.run(agree(world, read), world)
 
 
+def inspect(arguments: argparse.Namespace, world: MPI.Comm) -> None:
+    """`mpshard inspect DIR`."""
+    import json
+    from pathlib import Path
+
+    from mpshard.checkpoint import inspect as inspection
+
+    about = inspection.inspect(world, Path(arguments.directory), arguments.verify)
+    if world.rank == 0:
+        print(json.dumps(about) if arguments.json else inspection.as_text(about), flush=True)
+
+
 def parser() -> argparse.ArgumentParser:
     """All commands with their options; each `--help` ends with an example."""
     top = argparse.ArgumentParser(prog="mpshard", description="Fully sharded training on arrays and MPI.")
@@ -70,6 +82,12 @@ def parser() -> argparse.ArgumentParser:
               "mpirun -n 2 mpshard train examples/stdlib_gpt.toml optim.lr=2e-3\n\nkeys:\n" + _keys())
     sub.add_argument("config", metavar="CONFIG.toml")
     sub.add_argument("settings", metavar="section.key=value", nargs="*", help="replaces what the file says")
+
+    sub = add("inspect", inspect, "Say what a checkpoint or a Hugging Face model directory holds.",
+              "mpshard inspect runs/stdlib_gpt --verify")
+    sub.add_argument("directory", metavar="DIR", help="of a checkpoint, a model or a run (its latest checkpoint)")
+    sub.add_argument("--verify", action="store_true", help="read everything and compare the checksums")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
     return top
 
 

@@ -1,5 +1,6 @@
 """A checkpoint is the model: a Hugging Face directory that all ranks write at once and read their own ranges of.
 
+    Saver(root, sharded, optim, settings).save(step, position)  all of it, from a training loop
     load_model(directory, comm=None, **options) -> Sharded      options: those of `mpshard.shard`
     load_training(sharded, optim, store) -> State               weights, moments, counters
     content_of(sharded, optim, state, ...) -> Content           what to write
@@ -16,7 +17,7 @@ from typing import Any
 
 _HOMES = {"CheckpointError": "manifest", "State": "manifest", "Store": "manifest", "open_store": "manifest",
           "content_of": "save", "write": "save", "load_model": "load", "load_training": "load", "load_weights": "load",
-          "open_on_all": "load"}
+          "open_on_all": "load", "Saver": "saver"}
 
 __all__ = [*_HOMES]
 

@@ -17,19 +17,27 @@ if TYPE_CHECKING:
     from mpshard.optim import AdamW
 
 
+DEFAULTS = CheckpointConfig()
+
+
 class Saver:
     """Writes checkpoints of a model and its optimizer into `root`. Made, and its methods called, on every rank.
+
+    Parameters
+    ----------
+    settings: when, how many, in which form. config: the effective configuration, {"section.key": value}, written down.
+    tokenizer: content of tokenizer.json, None for bytes. separator: the token that ends a document.
 
     Note on writing behind the steps (`async`). The slices and moments are copied (as many bytes as the weights' and the
     optimizer's slices, accounted as staging), and a thread writes the copies with a communicator of its own. At most one
     is in flight: the next one waits for it. All ranks learn of its end in the same step, in `poll`.
     """
 
-    def __init__(self, settings: CheckpointConfig, root: Path, sharded: Sharded, optim: AdamW,
+    def __init__(self, root: str | Path, sharded: Sharded, optim: AdamW, settings: CheckpointConfig = DEFAULTS,
                  config: dict[str, Any] | None = None, tokenizer: bytes | None = None, separator: int | None = None) -> None:
         if settings.async_ and not can_write_from_threads():
             raise ConfigError("checkpoint.async=true needs an MPI with MPI_THREAD_MULTIPLE; use checkpoint.async=false")
-        self.settings, self.root, self.sharded, self.optim = settings, root, sharded, optim
+        self.settings, self.root, self.sharded, self.optim = settings, Path(root), sharded, optim
         self.config, self.tokenizer, self.separator = config or {}, tokenizer, separator
         self.comm = sharded.mesh.comm.Dup()
         self.saved_step = -1
