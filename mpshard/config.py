@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mpshard import families
 from mpshard.schema import Check, ConfigError, Schema, at_least, at_most, key, read_toml, show
 
 __all__ = ["Config", "ConfigError", "describe", "flat", "load", "resolve", "to_toml", "validate"]
@@ -27,6 +28,7 @@ NONNEGATIVE = at_least(0)
 ABOVE_ZERO = Check(lambda value: value > 0, "must be above 0")
 FRACTION = Check(lambda value: 0 <= value < 1, "must be in [0, 1)")
 FRACTIONS = Check(lambda values: all(0 <= value < 1 for value in values), "must all be in [0, 1)")
+LLAMAS = "llama|mistral|qwen2|qwen3"  # the families that share `mpshard.models.llama`
 NOT_EMPTY = Check(lambda value: bool(value) and "" not in (value if isinstance(value, tuple) else ()), "names nothing")
 
 
@@ -34,20 +36,30 @@ NOT_EMPTY = Check(lambda value: bool(value) and "" not in (value if isinstance(v
 class ModelConfig:
     """``[model]``: the shapes. Defaults are a small byte-level GPT."""
 
-    arch: Literal["gpt2", "llama"] = key("gpt2", "family of the model")
+    init_from: str = key("", "Hugging Face model directory to start from: its config.json fixes the shapes below; empty = none")
+    arch: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"] = key("gpt2", "family of the model")
     n_layers: int = key(6, "transformer blocks", POSITIVE)
     d_model: int = key(256, "width of the residual stream", POSITIVE)
     n_heads: int = key(8, "attention heads; must divide d_model", POSITIVE)
-    n_kv_heads: int = key(0, "key/value heads; must divide n_heads; 0 = n_heads (llama groups them)", COUNT)
-    d_ff: int = key(0, "width of the MLP; 0 = 4 d_model (gpt2), 8/3 d_model up to a multiple of 64 (llama)", COUNT)
+    n_kv_heads: int = key(0, "key/value heads; must divide n_heads; 0 = n_heads (gpt2 has no others)", COUNT)
+    head_dim: int = key(0, "width of a head; 0 = d_model / n_heads", COUNT, needs=f"model.arch={LLAMAS}")
+    d_ff: int = key(0, "width of the MLP; 0 = 4 d_model (gpt2), 8/3 d_model up to a multiple of 64 (all others)", COUNT)
     vocab_size: int = key(0, "rows of the embedding; 0 = the tokenizer's (256 for bytes)", COUNT)
     max_seq_len: int = key(0, "longest sequence, in tokens; 0 = data.seq_len", COUNT)
     tie_embeddings: bool = key(True, "the output projection is the embedding matrix")
     dropout: float = key(0.0, "probability of dropping an activation in training", FRACTION)
     norm_eps: float = key(1e-5, "epsilon of the layer or RMS norms", ABOVE_ZERO)
     activation: Literal["gelu_tanh", "gelu"] = key("gelu_tanh", "GELU by tanh, or exact", needs="model.arch=gpt2")
-    rope_theta: float = key(10000.0, "base of the rotary frequencies", ABOVE_ZERO, needs="model.arch=llama")
-    attention_bias: bool = key(False, "biases in the attention projections", needs="model.arch=llama")
+    rope_theta: float = key(10000.0, "base of the rotary frequencies", ABOVE_ZERO, needs=f"model.arch={LLAMAS}")
+    rope_scaling: Literal["none", "linear", "llama3"] = key(
+        "none", "how rotary frequencies are slowed for longer sequences", needs=f"model.arch={LLAMAS}"
+    )
+    rope_factor: float = key(1.0, "by how much", ABOVE_ZERO, needs="model.rope_scaling=linear|llama3")
+    rope_low_freq_factor: float = key(1.0, "turns in rope_original_len under which all", ABOVE_ZERO, needs="model.rope_scaling=llama3")
+    rope_high_freq_factor: float = key(4.0, "turns over which none", ABOVE_ZERO, needs="model.rope_scaling=llama3")
+    rope_original_len: int = key(0, "positions before the scaling; 0 = max_seq_len", COUNT, needs="model.rope_scaling=llama3")
+    sliding_window: int = key(0, "positions a query sees, at least data.seq_len; 0 = all", COUNT, needs="model.arch=mistral")
+    attention_bias: bool = key(False, "biases in all attention projections (qwen2 has them in q, k, v)", needs="model.arch=llama|qwen3")
     mlp_bias: bool = key(False, "biases in the MLP projections", needs="model.arch=llama")
 
 
@@ -61,7 +73,10 @@ class DataConfig:
     eval: str | tuple[str, ...] = key(
         "auto", "as data.train; stdlib = its held-out tenth; auto = stdlib if data.train is, else none", NOT_EMPTY
     )
-    tokenizer: str = key("bytes", "bytes: a token is a byte, documents end with byte 0", NOT_EMPTY)
+    tokenizer: str = key(
+        "auto", "bytes (a token is a byte, documents end with byte 0), or a tokenizer.json or its directory; "
+        "auto = that of model.init_from, else bytes", NOT_EMPTY
+    )
     seq_len: int = key(256, "tokens of a sample", POSITIVE)
     token_dtype: Literal["auto", "uint16", "uint32"] = key(
         "auto", "type of the ids in .bin files; auto = uint16 if vocab_size fits, else uint32"
@@ -161,7 +176,8 @@ def load(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> 
 
     Raises
     ------
-    ConfigError : missing file, TOML syntax (with its line), unknown key, wrong type, value out of range.
+    ConfigError : missing file, TOML syntax (with its line), unknown key, wrong type, value out of range; a model.init_from
+        that is no model of a known family, or that a shape in the configuration contradicts.
     """
     settings: dict[str, Any] = {}
     name = "default"
@@ -169,29 +185,44 @@ def load(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> 
         name = os.path.splitext(os.path.basename(path))[0]
         settings.update(SCHEMA.settings(read_toml(path)))
     settings.update(SCHEMA.parse_override(override) for override in overrides)
+    settings = {full_name: SCHEMA.checked(full_name, value) for full_name, value in settings.items()}
+    if settings.get("model.init_from"):
+        _take_shapes(settings, settings["model.init_from"])
 
     sections: dict[str, dict[str, Any]] = {section: {} for section in SCHEMA.sections}
     for full_name, value in settings.items():
         field, _ = SCHEMA.lookup(full_name)
-        sections[full_name.partition(".")[0]][field.name] = SCHEMA.checked(full_name, value)
+        sections[full_name.partition(".")[0]][field.name] = value
     defaults = Config()
     config = Config(**{s: dataclasses.replace(getattr(defaults, s), **values) for s, values in sections.items()})
     return resolve(config, name)
 
 
+def _take_shapes(settings: dict[str, Any], directory: str) -> None:
+    """Add the shapes that the directory's config.json says; one set by the user as well must be the same."""
+    for name, value in families.read_model_keys(directory).items():
+        full_name = f"model.{name}"
+        given = settings.get(full_name)
+        if given and given != value:  # 0 means "derived"
+            raise ConfigError(f"{full_name}={show(given)} contradicts model.init_from={directory}, which has {show(value)}; remove it")
+        settings[full_name] = SCHEMA.checked(full_name, value)
+
+
 def resolve(config: Config, name: str = "default") -> Config:
     """Fill in derived values (those left 0, empty or auto). `name` is the run's, for its directory. Idempotent."""
     m, d, r = config.model, config.data, config.run
-    d_ff = {"gpt2": 4 * m.d_model, "llama": -(-8 * m.d_model // (3 * 64)) * 64}[m.arch]
+    d_ff = 4 * m.d_model if m.arch == "gpt2" else -(-8 * m.d_model // (3 * 64)) * 64
+    tokenizer = (m.init_from or "bytes") if d.tokenizer == "auto" else d.tokenizer
+    tokens = 0 if m.vocab_size else 256 if tokenizer == "bytes" else families.tokenizer_vocab_size(tokenizer)
     model = dataclasses.replace(
         m,
         n_kv_heads=m.n_kv_heads or m.n_heads,
         d_ff=m.d_ff or d_ff,
-        vocab_size=m.vocab_size or (256 if d.tokenizer == "bytes" else 0),
+        vocab_size=m.vocab_size or tokens,
         max_seq_len=m.max_seq_len or d.seq_len,
     )
     evaluation = ("stdlib" if d.train == "stdlib" else "none") if d.eval == "auto" else d.eval
-    data = dataclasses.replace(d, eval=evaluation)
+    data = dataclasses.replace(d, eval=evaluation, tokenizer=tokenizer)
     run = dataclasses.replace(r, dir=r.dir or os.path.join("runs", name))
     return dataclasses.replace(config, model=model, data=data, run=run)
 
@@ -224,9 +255,8 @@ def validate(config: Config, world: int) -> None:
 
 
 def _validate_model(m: ModelConfig, d: DataConfig) -> None:
-    if d.tokenizer != "bytes":
-        raise ConfigError(f'data.tokenizer={show(d.tokenizer)} is not supported; use "bytes"')
-    if m.d_model % m.n_heads:
+    head_width = m.head_dim or m.d_model // m.n_heads
+    if m.d_model % m.n_heads and not m.head_dim:
         nearest = _nearest_multiple(m.d_model, m.n_heads)
         raise ConfigError(
             f"model.n_heads={m.n_heads} does not divide model.d_model={m.d_model}; nearest d_model: {nearest}"
@@ -239,10 +269,17 @@ def _validate_model(m: ModelConfig, d: DataConfig) -> None:
     if m.n_heads % m.n_kv_heads:
         divisors = ", ".join(str(n) for n in range(1, m.n_heads + 1) if m.n_heads % n == 0)
         raise ConfigError(f"model.n_kv_heads={m.n_kv_heads} does not divide model.n_heads={m.n_heads}; use {divisors}")
-    if m.arch == "llama" and (m.d_model // m.n_heads) % 2:
+    if m.arch != "gpt2" and head_width % 2:
+        if m.head_dim:
+            raise ConfigError(f"model.head_dim={m.head_dim} is odd; rotary embedding needs an even one")
         raise ConfigError(
-            f"model.d_model / model.n_heads = {m.d_model} / {m.n_heads} = {m.d_model // m.n_heads} is odd; "
+            f"model.d_model / model.n_heads = {m.d_model} / {m.n_heads} = {head_width} is odd; "
             f"rotary embedding needs an even head width: change either"
+        )
+    if 0 < m.sliding_window < d.seq_len:
+        raise ConfigError(
+            f"data.seq_len={d.seq_len} is over model.sliding_window={m.sliding_window}: attention over a window is not "
+            f"supported; lower data.seq_len, with which the window makes no difference"
         )
     if d.seq_len > m.max_seq_len:
         raise ConfigError(

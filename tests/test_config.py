@@ -113,7 +113,7 @@ def test_effective_configuration_leaves_out_keys_without_effect():
         ("data.train=[a.txt", "data.train=[a.txt is not valid TOML; quote strings, close what is open"),
         ("model.arch=lama", 'model.arch="lama" is unknown; did you mean llama?'),
         ("run.device=tpu9", 'run.device="tpu9" is unknown; use auto|numpy|cupy'),
-        ("data.tokenizer=gpt2", 'data.tokenizer="gpt2" is not supported; use "bytes"'),
+        ("data.tokenizer=gpt2", 'data.tokenizer="gpt2" is neither "bytes" nor a tokenizer.json nor a directory with one'),
         ("run.dir=a\udc80", 'run.dir="a\\udc80" is not valid Unicode'),
         # keys that would do nothing
         ("model.rope_theta=5", "model.rope_theta=5.0 has no effect with model.arch=gpt2; remove it"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpshard import families
 from mpshard.models import GPT2Config, LlamaConfig
 
 _TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
@@ -23,25 +24,31 @@ def to_hf(config: GPT2Config | LlamaConfig, dtype: str = "F32", separator: int |
             "activation_function": "gelu_new" if config.gelu_approximate else "gelu",
             "layer_norm_epsilon": config.norm_eps, "resid_pdrop": config.dropout, "embd_pdrop": config.dropout,
             "attn_pdrop": 0.0}  # of attention's weights: mpshard drops none
-    return common | {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": config.max_seq_len,
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[config.arch]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling != "none":
+        rope |= {"rope_type": config.rope_scaling, "factor": config.rope_factor}
+    if config.rope_scaling == "llama3":
+        rope |= {"low_freq_factor": config.rope_low_freq_factor, "high_freq_factor": config.rope_high_freq_factor,
+                 "original_max_position_embeddings": config.rope_original_len or config.max_seq_len}
+    written = common | {
+        "architectures": [f"{name}ForCausalLM"], "model_type": config.arch, "max_position_embeddings": config.max_seq_len,
         "hidden_size": config.d_model, "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads,
         "num_key_value_heads": config.kv_heads, "head_dim": config.head_width, "intermediate_size": config.ff,
-        "hidden_act": "silu", "rms_norm_eps": config.norm_eps, "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias, "attention_dropout": 0.0, "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
+        "hidden_act": "silu", "rms_norm_eps": config.norm_eps, "attention_dropout": 0.0,
+        "rope_theta": config.rope_theta, "rope_parameters": rope}
+    if config.rope_scaling != "none":  # before version 5, transformers reads this spelling alone
+        written["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    own = {"llama": {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias},
+           "mistral": {"sliding_window": config.sliding_window or None},
+           "qwen2": {"use_sliding_window": False},
+           "qwen3": {"use_sliding_window": False, "attention_bias": config.attention_bias}}
+    return written | own[config.arch]
 
 
-def from_hf(content: dict[str, Any]) -> GPT2Config | LlamaConfig:
-    """The configuration of a model that `to_hf` wrote down."""
-    c = content
-    if c["model_type"] == "gpt2":
-        return GPT2Config(
-            vocab_size=c["vocab_size"], max_seq_len=c["n_positions"], n_layers=c["n_layer"], d_model=c["n_embd"],
-            n_heads=c["n_head"], d_ff=c["n_inner"] or 0, dropout=c["resid_pdrop"], tie_embeddings=c["tie_word_embeddings"],
-            gelu_approximate=c["activation_function"] == "gelu_new", norm_eps=c["layer_norm_epsilon"])
-    return LlamaConfig(
-        vocab_size=c["vocab_size"], max_seq_len=c["max_position_embeddings"], n_layers=c["num_hidden_layers"],
-        d_model=c["hidden_size"], n_heads=c["num_attention_heads"], n_kv_heads=c["num_key_value_heads"],
-        d_ff=c["intermediate_size"], tie_embeddings=c["tie_word_embeddings"], attention_bias=c["attention_bias"],
-        mlp_bias=c["mlp_bias"], rope_theta=c["rope_theta"], norm_eps=c["rms_norm_eps"])
+def from_hf(content: dict[str, Any], where: str = "config.json") -> GPT2Config | LlamaConfig:
+    """The configuration that config.json says, without dropout. Raises ConfigError, beginning with `where`, for what is not supported."""
+    keys = families.model_keys(content, where)
+    if keys.pop("arch") == "gpt2":
+        return GPT2Config(gelu_approximate=keys.pop("activation") == "gelu_tanh", **keys)
+    return LlamaConfig(arch=content["model_type"], **keys)

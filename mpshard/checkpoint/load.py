@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpshard import comm as communication
+from mpshard import families
 from mpshard.checkpoint import publish, transfer
 from mpshard.checkpoint.checksums import join
+from mpshard.checkpoint.dtypes import FLOATS
 from mpshard.checkpoint.hf_config import from_hf
 from mpshard.checkpoint.manifest import OPTIMIZER, CheckpointError, DamagedError, State, Store, open_store
+from mpshard.checkpoint.names import match
 from mpshard.checkpoint.safetensors_file import Tensor
 from mpshard.checkpoint.save import MASTER, optimizer_pieces
 from mpshard.checkpoint.transfer import Piece, Sum
 from mpshard.comm.agree import on_root
 from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
+from mpshard.nn import Model
 from mpshard.shard.sharded import Sharded
 
 if TYPE_CHECKING:
@@ -42,7 +45,9 @@ def load_model(directory: str | Path, comm: MPI.Comm | None = None, **options: A
     comm = communication.world if comm is None else comm
     store = open_on_all(comm, publish.find(Path(directory)))
     config = on_root(comm, lambda: read_config(store.directory))
-    sharded = shard(gpt2(config) if isinstance(config, GPT2Config) else llama(config), comm, **options)
+    model = gpt2(config) if isinstance(config, GPT2Config) else llama(config)
+    on_root(comm, lambda: check_weights(store, model))  # before any memory is taken
+    sharded = shard(model, comm, **options)
     load_weights(sharded, store)
     return sharded
 
@@ -50,12 +55,7 @@ def load_model(directory: str | Path, comm: MPI.Comm | None = None, **options: A
 def read_config(directory: Path) -> GPT2Config | LlamaConfig:
     """The model's shapes from config.json. Raises ConfigError for one that is missing, damaged or not supported."""
     path = directory / "config.json"
-    try:
-        return from_hf(json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        raise DamagedError(f"{path} is missing") from None
-    except json.JSONDecodeError as error:
-        raise DamagedError(f"{path} is damaged: {error}") from None
+    return from_hf(families.read_json(path), str(path))
 
 
 def open_on_all(comm: MPI.Comm, directory: Path) -> Store:
@@ -63,19 +63,30 @@ def open_on_all(comm: MPI.Comm, directory: Path) -> Store:
     return on_root(comm, lambda: open_store(directory))
 
 
-def load_weights(sharded: Sharded, store: Store, names: Mapping[str, str] | None = None) -> None:
+def check_weights(store: Store, model: Model) -> dict[str, str]:
+    """What the directory calls each parameter of the model. Reads no tensor.
+
+    Raises CheckpointError for tensors that are missing, surplus, of another shape, or not floating point.
+    """
+    found = store.weights
+    names, ignored = match((p.name for p in model.parameters), found)
+    check_tensors(store, {names[p.name]: p.shape for p in model.parameters},
+                  {name: place for name, place in found.items() if name not in ignored})
+    for name in names.values():
+        if found[name][1].dtype not in FLOATS:
+            raise CheckpointError(f"{store.directory}: {name} is stored as {found[name][1].dtype}; weights are one of {', '.join(FLOATS)}")
+    return names
+
+
+def load_weights(sharded: Sharded, store: Store) -> None:
     """Set this rank's weights from a directory. Collective.
 
-    names: what the directory calls our parameters, where that differs.
-
-    Raises CheckpointError, on every rank, for a tensor that is missing, of another shape, or whose checksum does not fit.
+    Raises CheckpointError, on every rank, as `check_weights` does, or for a checksum that does not fit.
     """
-    names, shapes = names or {}, {p.name: p.shape for p in sharded.model.parameters}
-    found = dict(store.weights)
-    check_tensors(store, {names.get(name, name): shape for name, shape in shapes.items()}, found)
-    pieces = [Piece(names.get(s.name, s.name), s.start, s.stop, unit.shard[s.slice])
+    names = check_weights(store, sharded.model)
+    pieces = [Piece(names[s.name], s.start, s.stop, unit.shard[s.slice])
               for unit in sharded.units.values() for s in unit.segments]
-    read_pieces(sharded, store, found, pieces)
+    read_pieces(sharded, store, store.weights, pieces)
 
 
 def load_training(sharded: Sharded, optim: AdamW, store: Store) -> State:
