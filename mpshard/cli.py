@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from mpshard import __version__, config
+from mpshard import __version__, cli_measure, config
 from mpshard.config import ConfigError
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("directory", metavar="DIR", help="of a checkpoint, a model or a run (its latest checkpoint)")
     sub.add_argument("--verify", action="store_true", help="read everything and compare the checksums")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+    cli_measure.register(add)
     return top
 
 
