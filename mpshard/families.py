@@ -52,6 +52,8 @@ def model_keys(content: Mapping[str, Any], where: str = "config.json") -> dict[s
         a size that is missing.
     """
     kind = content.get("model_type")
+    if kind is None:
+        raise ConfigError(f"{where}: model_type is missing; there are {', '.join(FAMILIES)}")
     if kind not in FAMILIES:
         raise ConfigError(f"{where}: model_type={show(kind)} is not supported; there are {', '.join(FAMILIES)}")
     if content.get("quantization_config") is not None:
