@@ -125,7 +125,7 @@ def main() -> None:
         gradients = {f"gradient/{k}": p.grad.numpy().astype(np.float32) for k, p in model.named_parameters()}
         np.savez_compressed(folder / "expected.npz", inputs=inputs, targets=targets, logits=logits.detach().numpy(),
                             loss=loss.item(), versions=f"torch {torch.__version__}, transformers {transformers.__version__}", **gradients)
-        print(f"{name}: loss {loss.item():.4f}, {sum(f.stat().st_size for f in folder.iterdir())} bytes, {len(list(folder.iterdir()))} files")
+        print(f"{name}: loss {loss.item():.4f}, {sum(f.stat().st_size for f in folder.iterdir())} bytes")
 
 
 if __name__ == "__main__":
