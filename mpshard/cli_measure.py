@@ -1,4 +1,4 @@
-"""Commands that measure: `mpshard bench step|gemm|collectives`."""
+"""Commands that measure and report: `mpshard bench step|gemm|collectives`, `mpshard report`."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ def register(add: Add) -> None:
     sub.add_argument("--bytes", type=_bytes, action="append", help="of a full unit; may be repeated")
     sub.add_argument("--progress", choices=("auto", "poll", "thread"), default="auto", help="as shard.progress")
 
+    sub = add("report", report, "Say on one screen how a run went: losses, rates, waits, memory, events.",
+              "mpshard report runs/stdlib_gpt")
+    sub.add_argument("run_directory", metavar="RUN", help="a run directory, or a metrics.jsonl")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+
 
 def bench_step(arguments: argparse.Namespace, world: MPI.Comm) -> None:
     """`mpshard bench step [CONFIG.toml] [section.key=value ...]`."""
@@ -88,8 +93,19 @@ def bench_collectives(arguments: argparse.Namespace, world: MPI.Comm) -> None:
     show(found, tables.collectives_table, arguments.json, world)
 
 
-def show(found: dict[str, Any], table: Callable[[dict[str, Any]], Any], as_json: bool, world: MPI.Comm) -> None:
-    """Print a result on rank 0, as one JSON object or as a table."""
+def report(arguments: argparse.Namespace, world: MPI.Comm) -> None:
+    """`mpshard report RUN`."""
+    from pathlib import Path
+
+    from mpshard.comm.agree import on_root
+    from mpshard.observe import report
+
+    records = on_root(world, lambda: report.read_metrics(Path(arguments.run_directory)))
+    show(report.summary(records), lambda found: report.screen(records), arguments.json, world)
+
+
+def show(found: dict[str, Any], draw: Callable[[dict[str, Any]], Any], as_json: bool, world: MPI.Comm) -> None:
+    """Print a result on rank 0, as one JSON object or as what `draw` makes of it for a terminal."""
     if world.rank != 0:
         return
     if as_json:
@@ -100,7 +116,7 @@ def show(found: dict[str, Any], table: Callable[[dict[str, Any]], Any], as_json:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120  # of a log file or a launcher's pipe, about which nothing is known
-    console.print(table(found))
+    console.print(draw(found))
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
