@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from mpshard.comm.mesh import Mesh
 from mpshard.comm.transport import Transport
 from mpshard.device.base import Array, Device
 from mpshard.nn.init import fill
-from mpshard.nn.module import MicroBatch, Model
+from mpshard.nn.module import Cache, MicroBatch, Model
 from mpshard.shard import schedule
 from mpshard.shard.engine import Counters, Engine, Prepared
 from mpshard.shard.unit import Unit
@@ -94,15 +94,15 @@ class Sharded:
         return whole
 
     # -- running -----------------------------------------------------------------------------
-    def step(self, batch: tuple[Any, Any]) -> StepOutput:
+    def step(self, batch: Sequence[Any]) -> StepOutput:
         """Forward and backward of one step; leaves the summed gradient in the shards for the optimizer.
 
         batch: (inputs, targets), this rank's micro-batches, int64 (micro-batches, b, t); as many micro-batches on
-        every rank. Raises ValueError, on every rank, if any rank's batch is not so or the step has no valid token.
+        every rank. Behind them may follow segments and positions of the same shape: see `MicroBatch`. Raises ValueError, on every rank, if any rank's batch is not so or the step has no valid token.
         """
-        inputs, targets = (np.asarray(part, np.int64) for part in batch)
+        inputs, targets, *packing = _host_arrays(batch)
         self._agree_on_batches(inputs.shape, targets.shape)
-        micro = [self._micro_batch(i, t) for i, t in zip(inputs, targets, strict=True)]
+        micro = [self._micro_batch(*parts) for parts in zip(inputs, targets, *packing, strict=True)]
         # Global micro-batch g = m * world + rank: dropout masks are a function of g, not of where it runs.
         keys = [(self.seed, self.steps, m * self.mesh.world + self.mesh.rank) for m in range(len(micro))]
         for unit in self.units.values():
@@ -116,10 +116,10 @@ class Sharded:
             raise ValueError(f"the step has no valid token: every target is ignore_index={self.ignore_index}")
         return StepOutput(loss / tokens, int(tokens), float(np.sqrt(squares)) / tokens, counters)
 
-    def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> tuple[float, int]:
+    def evaluate(self, batches: Iterable[Sequence[Any]]) -> tuple[float, int]:
         """Mean loss over the valid tokens of (inputs, targets) pairs (b, t), over all ranks, and their number.
 
-        Ranks may bring different numbers of pairs: one that has no more goes on gathering with the others. Raises
+        Pairs may have segments and positions behind them, as in `step`. Ranks may bring different numbers of pairs: one that has no more goes on gathering with the others. Raises
         ValueError, on every rank, if there is no valid token at all.
         """
         total = np.zeros(2)
@@ -129,18 +129,28 @@ class Sharded:
             pair = next(pairs, None)
             if not collectives.all_max(self.mesh.comm, np.array([pair is not None], np.int64))[0]:
                 break
-            inputs, targets = (np.asarray(part, np.int64) for part in pair or nothing)
-            (loss,), _ = self.engine.run(self._program(0), [self._micro_batch(inputs, targets)])
+            inputs, targets, *packing = _host_arrays(pair or nothing)
+            (loss,), _ = self.engine.run(self._program(0), [self._micro_batch(inputs, targets, *packing)])
             total += loss.value, np.count_nonzero(targets != self.ignore_index)
         loss, tokens = map(float, collectives.all_reduce(self.mesh.comm, total))
         if tokens == 0:
             raise ValueError("the evaluation data has no valid token")
         return loss / tokens, int(tokens)
 
-    def logits(self, ids: np.ndarray) -> np.ndarray:
-        """ids (b, t) -> logits (b, t, v), on the host. Collective: every rank passes the same ids or its own of one shape."""
-        (out,), _ = self.engine.run(self._program(0), [self._micro_batch(np.asarray(ids, np.int64), None)])
+    def logits(self, ids: np.ndarray, cache: Cache | None = None, last_only: bool = False) -> np.ndarray:
+        """ids (b, t) -> logits (b, t, v), on the host. Collective: every rank passes the same ids or its own of one shape.
+
+        cache: what came before these positions; they are added to it. last_only: (b, 1, v), of the last position.
+        """
+        ids, positions = np.asarray(ids, np.int64), None
+        if cache is not None:
+            positions = np.broadcast_to(np.arange(cache.length, cache.length + ids.shape[1]), ids.shape)
+        micro = self._micro_batch(ids, None, None, positions)
+        micro.cache, micro.last_only = cache, last_only
+        (out,), _ = self.engine.run(self._program(0), [micro])
         assert not isinstance(out, Loss)
+        if cache is not None:
+            cache.length += ids.shape[1]
         return self.device.to_host(out.data)
 
     def _agree_on_batches(self, inputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
@@ -154,9 +164,10 @@ class Sharded:
             raise ValueError("a step takes inputs and targets of one shape (micro-batches, b, t), the first equal on all ranks "
                              f"and at least 1, not {shapes}")
 
-    def _micro_batch(self, inputs: np.ndarray, targets: np.ndarray | None) -> MicroBatch:
+    def _micro_batch(self, *arrays: np.ndarray | None) -> MicroBatch:
+        """inputs, targets, segments, positions on the device; those missing are None."""
         on_device = self.device.from_host
-        return MicroBatch(on_device(inputs), None if targets is None else on_device(targets), ignore_index=self.ignore_index)
+        return MicroBatch(*(None if array is None else on_device(array) for array in arrays), ignore_index=self.ignore_index)
 
     def _program(self, micro_batches: int) -> Prepared:
         if micro_batches not in self._programs:
@@ -168,3 +179,9 @@ class Sharded:
     def _gradient_squares(self) -> float:
         """Sum of squares over this rank's slices: each element of the model lies in one slice, so it counts once."""
         return sum(self.device.sum_of_squares(unit.gradient[s.slice]) for unit in self.units.values() for s in unit.segments)
+
+
+def _host_arrays(batch: Sequence[Any]) -> list[np.ndarray]:
+    """inputs, targets and, where there are any, segments, positions."""
+    types = (np.int64, np.int64, np.int32, np.int64)
+    return [np.asarray(part, dtype) for part, dtype in zip(batch, types, strict=False) if part is not None]
