@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from mpshard.device.base import Array, Device, Kind, Memory
 
-__all__ = ["Array", "Device", "Kind", "Memory", "open_device"]
+__all__ = ["Array", "Device", "Kind", "Memory", "open_device", "why_no_cupy"]
 
 
 def open_device(name: str = "auto", poison: bool = False) -> Device:
@@ -16,7 +16,7 @@ def open_device(name: str = "auto", poison: bool = False) -> Device:
     """
     if name not in ("numpy", "cupy", "auto"):
         raise ValueError(f'device must be "numpy", "cupy" or "auto", not "{name}"')
-    reason = None if name == "numpy" else _why_no_cupy()
+    reason = None if name == "numpy" else why_no_cupy()
     if name == "cupy" and reason is not None:
         raise RuntimeError(f'device "cupy" cannot be used: {reason}')
     if name == "numpy" or reason is not None:
@@ -28,7 +28,7 @@ def open_device(name: str = "auto", poison: bool = False) -> Device:
     return CupyDevice(poison)
 
 
-def _why_no_cupy() -> str | None:
+def why_no_cupy() -> str | None:
     """One line for the user, or None if a CuPy device can be opened."""
     if find_spec("mpshard.device.cupy_device") is None:
         return "this version of mpshard has no CuPy device yet"

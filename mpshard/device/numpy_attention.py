@@ -37,29 +37,29 @@ class AttentionKernels(NumpyMemory):
         plan = _Plan(b if segments is None else 1, t, kv_heads, g, qkv.dtype)
         scores = self.empty(plan.score_size, qkv.dtype)
         size = plan.sequences * plan.heads * plan.queries * g * e
-        queries_all, total_all, part_all = self.empty((3, size), qkv.dtype)
+        queries_all, total_all, part_all, spread_all = self.empty((4, size), qkv.dtype)
         for i, chunk in plan.chunks(b):
             q, k, v = _split(qkv[i], kv_heads, g, e, chunk)
             y_out = y[i].reshape(-1, t, kv_heads, g, e)[:, :, chunk].transpose(0, 2, 1, 3, 4)
             lse_out = lse[i].reshape(-1, kv_heads, g, t)[:, chunk]
             for q0, q1 in plan.diagonal():
-                queries = _folded(queries_all, q[:, :, q0:q1])
-                np.multiply(q[:, :, q0:q1], scale, out=queries)
-                queries = queries.reshape(*k.shape[:2], -1, e)
+                queries = np.multiply(q[:, :, q0:q1], scale, out=_folded(queries_all, q[:, :, q0:q1]))
+                queries = queries.reshape(*k.shape[:2], -1, e, copy=False)
                 diagonal = plan.mask[: q1 - q0, : (q1 - q0) * g]
                 pieces = [(k0, k1, diagonal if k1 == q1 else None) for k0, k1 in plan.ranges_down(q1)]
                 if segments is not None:
                     pieces = _with_segments(pieces, segments[i][0], q0, q1, g)
-                total, part = (_shaped(a, queries.shape) for a in (total_all, part_all))
+                total, part, spread = (_folded(a, q[:, :, q0:q1]) for a in (total_all, part_all, spread_all))
                 with np.errstate(over="ignore", invalid="ignore"):
                     weight, maximum = _attend(queries, k, v, pieces, scores, total, part, shifted=False)
                 if not (weight.min() > SMALL and weight.max() < LARGE):
                     weight, maximum = _attend(queries, k, v, pieces, scores, total, part, shifted=True)
-                shape = q[:, :, q0:q1].shape
-                np.divide(total.reshape(shape), weight.reshape(*shape[:4], 1), out=y_out[:, :, q0:q1])
+                by_position = total.shape[:4]
+                spread[:] = (1 / weight).reshape(by_position)[..., None]  # long rows again, where NumPy is fast
+                np.multiply(total, spread, out=y_out[:, :, q0:q1])
                 np.log(weight, out=weight)
                 weight += maximum
-                lse_out[..., q0:q1] = weight.reshape(shape[:4]).transpose(0, 1, 3, 2)
+                lse_out[..., q0:q1] = weight.reshape(by_position).transpose(0, 1, 3, 2)
         return y, lse
 
     def attention_backward(
@@ -94,7 +94,9 @@ class AttentionKernels(NumpyMemory):
                 dq.fill(0)
             for k0, k1 in plan.diagonal():
                 key, value = keys[:, :, k0:k1], values[:, :, k0:k1]
-                dk, dv = (_shaped(a, (*key.shape[:3], e)) for a in (dk_all, dv_all))
+                dk, dv = dk_out[:, :, k0:k1], dv_out[:, :, k0:k1]
+                if k0 + plan.step < t:  # several products are summed: in the cache
+                    dk, dv = (_shaped(a, dk.shape) for a in (dk_all, dv_all))
                 for q0, q1 in plan.ranges_up(k0):
                     mask = None if segments is None else _segment_mask(segments[i][0], q0, q1, k0, k1, g)
                     if mask is ALL:
@@ -113,7 +115,8 @@ class AttentionKernels(NumpyMemory):
                     _product(s.swapaxes(2, 3), gradient[..., :e], dv, part_all, add=q0 != k0)
                     _product(ds.swapaxes(2, 3), query[..., :e], dk, part_all, add=q0 != k0)
                     _product(ds, key[..., :e], dq[:, :, rows], part_all, add=k0 != 0 or segments is not None)
-                dk_out[:, :, k0:k1], dv_out[:, :, k0:k1] = dk, dv
+                if k0 + plan.step < t:
+                    dk_out[:, :, k0:k1], dv_out[:, :, k0:k1] = dk, dv
             dq *= scale
             dq_out[:] = dq.reshape(q.shape)
         return dqkv
@@ -213,7 +216,8 @@ def _attend(
     The first piece holds the diagonal. Scores lie transposed, (keys, rows), so that the diagonal is whole rows of
     the block. -> weight and maximum, each (s, c, rows); not `shifted`: the maximum is 0, and weight may be inf.
     """
-    *lead, rows, _ = queries.shape
+    *lead, rows, e = queries.shape
+    total, part = (a.reshape(*lead, rows, e, copy=False) for a in (total, part))
     weight: np.ndarray | None = None
     maximum: np.ndarray | int = 0
     for k0, k1, mask in pieces:

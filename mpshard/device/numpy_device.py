@@ -17,7 +17,7 @@ from mpshard.device.numpy_norm import NormKernels
 from mpshard.device.numpy_random import DropoutKernels
 from mpshard.device.numpy_update import UpdateKernels
 
-PRODUCT_BYTES = 512 << 10  # of an accumulated product's block: read back from the cache, and tall enough for BLAS
+PRODUCT_BYTES = 1 << 20  # of an accumulated product's block: read back from the cache, and tall enough for BLAS
 
 
 class NumpyDevice(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpshard.device.numpy_attention import LARGE, SMALL
 from mpshard.device.numpy_memory import NumpyMemory, block_rows, blocks
 
-CHUNK_BYTES = 8 << 20  # of logits: enough tokens for the products' full speed, small against the activations
+CHUNK_BYTES = 16 << 20  # of logits: enough tokens for the products' full speed, small against the activations
 
 
 class LossKernels(NumpyMemory):
@@ -16,8 +17,9 @@ class LossKernels(NumpyMemory):
         self, x: np.ndarray, table: np.ndarray, targets: np.ndarray, ignore_index: int,
         scale: float, dtable: np.ndarray | None, accumulate: bool, want_dx: bool,
     ) -> tuple[float, np.ndarray | None]:  # fmt: skip
-        # With E = exp(logits - max), l = row sums of E:  d logits = scale / l * (E - l onehot). E is never divided:
-        # 1 / l scales the rows of x and of dx instead, which are d wide and not v.
+        # With E = exp(logits), l = row sums of E:  d logits = scale / l * (E - l onehot). E is never divided: 1 / l
+        # scales the rows of x and of dx instead, which are d wide and not v. The row maximum is subtracted only where
+        # the sums show that it was needed (see the note in numpy_attention).
         v, d = table.shape
         dx = self.empty(x.shape, x.dtype) if want_dx else None
         valid = np.flatnonzero(targets != ignore_index)
@@ -35,9 +37,14 @@ class LossKernels(NumpyMemory):
                 tokens, inputs = slice(tokens[0], tokens[-1] + 1), x[tokens[0] : tokens[-1] + 1]
             else:
                 inputs = np.take(x, tokens, axis=0, out=packed[:rows], mode="clip")
-            e, labels = np.matmul(inputs, table.T, out=logits[:rows]), targets[tokens]
-            sums = np.empty(rows, x.dtype)
-            value += _exponentials(e, labels, ones, sums)
+            e, labels, sums = logits[:rows], targets[tokens], np.empty(rows, x.dtype)
+            np.matmul(inputs, table.T, out=e)
+            with np.errstate(over="ignore", invalid="ignore"):
+                loss = _exponentials(e, labels, ones, sums, shifted=False)
+            if not (sums.min() > SMALL and sums.max() < LARGE):
+                np.matmul(inputs, table.T, out=e)
+                loss = _exponentials(e, labels, ones, sums, shifted=True)
+            value += loss
             if dx is None and dtable is None:
                 continue
             e[np.arange(rows), labels] -= sums
@@ -57,12 +64,16 @@ class LossKernels(NumpyMemory):
         return value, dx
 
 
-def _exponentials(logits: np.ndarray, labels: np.ndarray, ones: np.ndarray, sums: np.ndarray) -> float:
-    """Turn logits (rows, v) into exp(logits - row maximum), in place; sums (rows,) = their sums; returns the loss."""
+def _exponentials(logits: np.ndarray, labels: np.ndarray, ones: np.ndarray, sums: np.ndarray, shifted: bool) -> float:
+    """Turn logits (rows, v) into exp(logits), in place, if `shifted` less the row maximum first.
+
+    sums (rows,) receives the row sums. Returns the sum over rows of log(sum) - logit of the label.
+    """
     value = 0.0
     for block in blocks(len(logits), logits.shape[1] * logits.itemsize):
         part = logits[block]
-        part -= part.max(axis=1, keepdims=True)
+        if shifted:
+            part -= part.max(axis=1, keepdims=True)
         at_label = part[np.arange(len(part)), labels[block]]
         np.exp(part, out=part)
         np.matmul(part, ones, out=sums[block])

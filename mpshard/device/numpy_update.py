@@ -44,12 +44,15 @@ class UpdateKernels(NumpyMemory):
             w -= s
 
     def sum_of_squares(self, x: np.ndarray) -> float:
+        # BLAS sums a block in its own precision, to 1e-7; only where float32 has not the range is it done in float64.
         x1, total = flat(x), 0.0
-        scratch = self.empty(block_rows(x1.size, 8), np.float64)
-        for block in blocks(x1.size, 8):
-            wide = scratch[: block.stop - block.start]
-            np.copyto(wide, x1[block])
-            total += float(np.dot(wide, wide))
+        for block in blocks(x1.size, x1.itemsize):
+            with np.errstate(over="ignore"):
+                part = float(np.dot(x1[block], x1[block]))
+            if x1.dtype != np.float64 and not 1e-30 < part < 1e30:
+                wide = x1[block].astype(np.float64)
+                part = float(np.dot(wide, wide))
+            total += part
         return total
 
     def ordered_sum(self, parts: Sequence[np.ndarray], out: np.ndarray, accumulate: bool) -> None:

@@ -57,7 +57,7 @@ def test_cross_entropy(device, random, chunk_bytes, case):
     x32.flags.writeable = table32.flags.writeable = targets.flags.writeable = False
     value32, dx32 = device.cross_entropy(x32, table32, targets, IGNORE, scale, dtable32, False, True)
     assert dx32.dtype == np.float32
-    assert_allclose(value32, value, rtol=1e-5)
+    assert_allclose(value32, value, rtol=1e-5, atol=1e-6)
     assert_allclose(dx32, dx, rtol=1e-4, atol=1e-5)
     assert_allclose(dtable32, dtable, rtol=1e-4, atol=1e-4)
 
@@ -84,7 +84,7 @@ def test_targets_outside_the_vocabulary_are_refused(device):
 
 
 def test_no_matrix_of_tokens_times_vocabulary(device, random):
-    n, d, v = 6000, 2, 3000
+    n, d, v = 9000, 2, 6000
     x, table = (random.standard_normal(shape).astype(np.float32) for shape in ((n, d), (v, d)))
     device.cross_entropy(x, table, random.integers(0, v, n), IGNORE, 1.0, np.empty_like(table), False, True)
     assert device.memory.peak() < n * v * 4 / 5
