@@ -135,11 +135,12 @@ def _query_and_key_heads(qkv: Array, heads: int, kv_heads: int) -> tuple[Array, 
 # -- activations -----------------------------------------------------------------------------
 def gelu(tape: Tape, x: Tensor, approximate: bool = True) -> Tensor:
     """x * Phi(x), element by element; `approximate` is the tanh form that GPT-2 was trained with."""
-    return tape.record(tape.device.gelu(x.data, approximate), gelu_backward, x, approximate)
+    y = tape.device.gelu(x.data, approximate)  # the next product keeps it anyway, and it saves backward an exponential
+    return tape.record(y, gelu_backward, x, y, approximate)
 
 
-def gelu_backward(tape: Tape, dy: Array, x: Tensor, approximate: bool) -> None:
-    x.accumulate(tape.device.gelu_backward(dy, x.data, approximate), tape.device)
+def gelu_backward(tape: Tape, dy: Array, x: Tensor, y: Array, approximate: bool) -> None:
+    x.accumulate(tape.device.gelu_backward(dy, x.data, approximate, y), tape.device)
 
 
 def swiglu(tape: Tape, gate_up: Tensor) -> Tensor:
@@ -200,13 +201,18 @@ def dropout_backward(tape: Tape, dy: Array, x: Tensor, probability: float, key: 
 
 
 def residual(tape: Tape, x: Tensor, branch: Tensor, probability: float = 0.0) -> Tensor:
-    """x + dropout(branch), written over the branch's array, which no rule needs again. Shapes equal."""
+    """x + dropout(branch), written over the branch's array unless the branch's own rule needs that. Shapes equal."""
+    if tape.recording and tape.entries and any(kept is branch.data for kept in tape.entries[-1][2]):
+        y = tape.device.empty(branch.data.shape, branch.data.dtype)
+        y[...] = branch.data
+    else:
+        y = branch.data
     key = None
     if probability > 0.0 and tape.recording:
         key = tape.random_key()
-        tape.device.dropout(branch.data, probability, key, out=branch.data)
-    tape.device.add(branch.data, x.data)
-    return tape.record(branch.data, residual_backward, x, branch, probability, key)
+        tape.device.dropout(y, probability, key, out=y)
+    tape.device.add(y, x.data)
+    return tape.record(y, residual_backward, x, branch, probability, key)
 
 
 def residual_backward(tape: Tape, dy: Array, x: Tensor, branch: Tensor, probability: float, key: tuple[int, int] | None) -> None:
