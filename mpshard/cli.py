@@ -1,97 +1,143 @@
 """The command line: `mpshard train`, alone or under mpirun/srun.
 
-Every command runs on every rank. What is wrong for the user's reasons is one line on rank 0 and exit status 2
+Every command runs on every rank. What is wrong for the user's reasons is one line, printed once, and exit status 2
 everywhere; anything else is a bug, whose traceback ends the job (`mpshard.comm.abort`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import time
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpshard import __version__, cli_measure, config
+from mpshard import __version__, launcher
+from mpshard.commands import MODULES, Run
 from mpshard.config import ConfigError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 USAGE_STATUS = 2
+INTERRUPTED_STATUS = 130
+BROKEN_PIPE_STATUS = 141
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console script; exits the process."""
-    arguments = parser().parse_args(argv)
-    sys.exit(in_world(arguments.run, arguments))
-
-
-def in_world(command: Callable[[argparse.Namespace, MPI.Comm], None], arguments: argparse.Namespace) -> int:
-    """Run a command on this rank of the job; 0, or 2 after a one-line error."""
-    from mpshard.comm import abort, world
-
-    abort.install(world)
     try:
-        command(arguments, world)
-    except ConfigError as error:  # raised on every rank alike: see mpshard.comm.agree
-        world.Barrier()
-        if world.rank == 0:
-            print(f"mpshard: {error}", file=sys.stderr, flush=True)
+        status = _main(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # | head: not worth a word, not even by Python when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = BROKEN_PIPE_STATUS
+    except KeyboardInterrupt:
+        print("mpshard: interrupted", file=sys.stderr)
+        status = INTERRUPTED_STATUS
+    sys.exit(status)
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
+        arguments = parser().parse_args(argv)
+    except Leave as leave:
+        if leave.status == 0:
+            if launcher.rank() == 0:
+                print(leave.text, flush=True)
+            return 0
+        problem = leave.text
+        return in_world(lambda arguments, world: _refuse(problem), argparse.Namespace())
+    return in_world(arguments.run, arguments)
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise ConfigError(problem)
+
+
+def in_world(run: Run, arguments: argparse.Namespace) -> int:
+    """Run a command on this rank of the job; 0, or 2 after a one-line error."""
+    try:
+        world = open_world()
+    except ConfigError as error:
+        _say(error, speaks=launcher.rank() == 0)
+        if launcher.rank() != 0:
+            time.sleep(1)  # a launcher kills the others at the first failure: let rank 0 speak before that
         return USAGE_STATUS
+    from mpshard.comm import abort
+
+    with abort.guarded(world):
+        try:
+            run(arguments, world)
+        except ConfigError as error:  # raised on every rank alike, or else all are ended now
+            _say(error, speaks=world.rank == 0)
+            if not abort.leave_together(world):
+                abort.stop(world, "" if world.rank == 0 else f"mpshard: {error}", USAGE_STATUS)
+            return USAGE_STATUS
+        sys.stdout.flush()
     return 0
 
 
-def train(arguments: argparse.Namespace, world: MPI.Comm) -> None:
-    """`mpshard train CONFIG.toml [section.key=value ...]`."""
-    from mpshard import train as training
-    from mpshard.comm.agree import agree
-
-    def read() -> config.Config:
-        settings = config.load(arguments.config, arguments.settings)
-        config.validate(settings, world.size)
-        return settings
-
-    training.run(agree(world, read), world)
-
-
-def inspect(arguments: argparse.Namespace, world: MPI.Comm) -> None:
-    """`mpshard inspect DIR`."""
-    import json
-    from pathlib import Path
-
-    from mpshard.checkpoint import inspect as inspection
-
-    about = inspection.inspect(world, Path(arguments.directory), arguments.verify)
-    if world.rank == 0:
-        print(json.dumps(about) if arguments.json else inspection.as_text(about), flush=True)
+def open_world() -> MPI.Comm:
+    """COMM_WORLD. Raises ConfigError without an MPI library, or if it is not the world that the launcher meant."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "suspicious MPI execution environment")  # said better below
+            from mpshard.comm import world
+    except (ImportError, RuntimeError) as error:  # mpi4py is there, but finds no libmpi
+        if "MPI" not in str(error):
+            raise
+        raise ConfigError(f"no MPI library ({str(error).splitlines()[0]}): pip install 'mpshard[mpich]', "
+                          "or load your system's MPI") from None
+    if problem := launcher.wrong_world(world.size):
+        raise ConfigError(problem)
+    return world
 
 
-def parser() -> argparse.ArgumentParser:
+def _say(error: ConfigError, speaks: bool) -> None:
+    if speaks:
+        print(f"mpshard: {error}", file=sys.stderr, flush=True)
+
+
+# -- arguments -------------------------------------------------------------------------------
+class Leave(Exception):
+    """The arguments ask for nothing but a text (status 0), or are wrong (2)."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status, self.text = status, text
+
+
+class Parser(argparse.ArgumentParser):
+    """Hands what it has to say to its caller, which knows that only one rank should."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Leave(USAGE_STATUS, f"{message}; see {self.prog} --help")
+
+    def print_help(self, file: Any = None) -> NoReturn:
+        raise Leave(0, self.format_help().rstrip())
+
+
+class Version(argparse.Action):
+    def __call__(self, *unused: Any, **options: Any) -> NoReturn:
+        raise Leave(0, f"mpshard {__version__}")
+
+
+def parser() -> Parser:
     """All commands with their options; each `--help` ends with an example."""
-    top = argparse.ArgumentParser(prog="mpshard", description="Fully sharded training on arrays and MPI.")
-    top.add_argument("--version", action="version", version=f"mpshard {__version__}")
+    top = Parser(prog="mpshard", description="Fully sharded training on arrays and MPI.")
+    top.add_argument("--version", action=Version, nargs=0, help="show the version and exit")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
-    def add(name: str, run: Callable[..., None], text: str, example: str) -> argparse.ArgumentParser:
+    def add(name: str, run: Run | None, text: str, example: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text, epilog=f"example:\n  {example}",
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
         sub.set_defaults(run=run)
         return sub
 
-    sub = add("train", train, "Train a model as a TOML file says.",
-              "mpirun -n 2 mpshard train examples/stdlib_gpt.toml optim.lr=2e-3\n\nkeys:\n" + _keys())
-    sub.add_argument("config", metavar="CONFIG.toml")
-    sub.add_argument("settings", metavar="section.key=value", nargs="*", help="replaces what the file says")
-
-    sub = add("inspect", inspect, "Say what a checkpoint or a Hugging Face model directory holds.",
-              "mpshard inspect runs/stdlib_gpt --verify")
-    sub.add_argument("directory", metavar="DIR", help="of a checkpoint, a model or a run (its latest checkpoint)")
-    sub.add_argument("--verify", action="store_true", help="read everything and compare the checksums")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-
-    cli_measure.register(add)
+    for module in MODULES:
+        importlib.import_module(f"mpshard.commands.{module}").register(add)
     return top
-
-
-def _keys() -> str:
-    return "\n".join(f"  {name} = {default}  ({kind}) {text}" for name, kind, default, text in config.describe())

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mpshard.commands import Add, show
 from mpshard.config import ConfigError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-Add = Callable[..., argparse.ArgumentParser]
-
 
 def register(add: Add) -> None:
-    """Add the commands to the parser; see `mpshard.cli.parser`."""
+    """Add the commands to the parser; see `mpshard.commands`."""
     bench = add("bench", None, "Measure a step, the matrix products it is made of, or how units travel.",
                 "mpirun -n 2 mpshard bench step model.d_model=512 model.vocab_size=8192 --steps 8")
     kinds = bench.add_subparsers(metavar="step|gemm|collectives", required=True)
@@ -45,6 +43,10 @@ def register(add: Add) -> None:
                "mpirun -n 2 mpshard bench collectives --bytes 1e6 --bytes 5e7")
     sub.add_argument("--bytes", type=_bytes, action="append", help="of a full unit; may be repeated")
     sub.add_argument("--progress", choices=("auto", "poll", "thread"), default="auto", help="as shard.progress")
+
+    sub = add("doctor", doctor, "Say what is slow or wrong with this launch and machine, and the remedy.",
+              "mpirun -n 2 mpshard doctor")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = add("report", report, "Say on one screen how a run went: losses, rates, waits, memory, events.",
               "mpshard report runs/stdlib_gpt")
@@ -93,6 +95,15 @@ def bench_collectives(arguments: argparse.Namespace, world: MPI.Comm) -> None:
     show(found, tables.collectives_table, arguments.json, world)
 
 
+def doctor(arguments: argparse.Namespace, world: MPI.Comm) -> None:
+    """`mpshard doctor`."""
+    import os
+
+    from mpshard import doctor
+
+    show(doctor.examine(world, os.environ), doctor.screen, arguments.json, world)
+
+
 def report(arguments: argparse.Namespace, world: MPI.Comm) -> None:
     """`mpshard report RUN`."""
     from pathlib import Path
@@ -102,21 +113,6 @@ def report(arguments: argparse.Namespace, world: MPI.Comm) -> None:
 
     records = on_root(world, lambda: report.read_metrics(Path(arguments.run_directory)))
     show(report.summary(records), lambda found: report.screen(records), arguments.json, world)
-
-
-def show(found: dict[str, Any], draw: Callable[[dict[str, Any]], Any], as_json: bool, world: MPI.Comm) -> None:
-    """Print a result on rank 0, as one JSON object or as what `draw` makes of it for a terminal."""
-    if world.rank != 0:
-        return
-    if as_json:
-        print(json.dumps(found), flush=True)
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120  # of a log file or a launcher's pipe, about which nothing is known
-    console.print(draw(found))
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
