@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -104,10 +105,11 @@ def loss_curve(points: Sequence[tuple[float, float]], size: tuple[int, int] = PL
     columns: dict[int, list[float]] = {}
     for x, y in points:
         columns.setdefault(min(width - 1, int((x - first) / (last - first) * width)), []).append(y)
-    means = {column: statistics.fmean(values) for column, values in columns.items()}
-    low, high = min(means.values()), max(means.values())
+    there = sorted(columns)  # columns without a step get a value in between
+    means = np.interp(range(there[0], there[-1] + 1), there, [statistics.fmean(columns[column]) for column in there])
+    low, high = float(means.min()), float(means.max())
     cells = [[0x2800] * size[0] for _ in range(size[1])]
-    for column, mean in means.items():
+    for column, mean in enumerate(means, there[0]):
         row = round((high - mean) / (high - low) * (height - 1)) if high > low else height // 2
         cells[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
     labels = [f"{high:8.4f} "] + [" " * 9] * (size[1] - 2) + [f"{low:8.4f} "]
