@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from mpshard.config import ConfigError
+from mpshard.config import ConfigError
 from mpshard.device.base import Array, Device, Kind, Memory
 
 __all__ = ["Array", "Device", "Kind", "Memory", "open_device", "why_no_cupy"]
@@ -12,13 +14,13 @@ __all__ = ["Array", "Device", "Kind", "Memory", "open_device", "why_no_cupy"]
 def open_device(name: str = "auto", poison: bool = False) -> Device:
     """The device called "numpy" or "cupy"; "auto" is CuPy where it is installed and finds a GPU, else NumPy.
 
-    Raises ValueError for another name and RuntimeError where CuPy is asked for and cannot be had.
+    Raises ConfigError for another name and where CuPy is asked for and cannot be had.
     """
     if name not in ("numpy", "cupy", "auto"):
-        raise ValueError(f'device must be "numpy", "cupy" or "auto", not "{name}"')
+        raise ConfigError(f'device must be "numpy", "cupy" or "auto", not "{name}"')
     reason = None if name == "numpy" else why_no_cupy()
     if name == "cupy" and reason is not None:
-        raise RuntimeError(f'device "cupy" cannot be used: {reason}')
+        raise ConfigError(f"run.device=cupy cannot be used: {reason}; use run.device=numpy")
     if name == "numpy" or reason is not None:
         from mpshard.device.numpy_device import NumpyDevice
 
