@@ -52,7 +52,7 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     if prefetch < 0:
         raise ConfigError(f"shard.prefetch={prefetch} must be 0 or more")
     mesh = Mesh(communication.world if comm is None else comm)
-    opened = open_device(device) if isinstance(device, str) else device
+    opened = agree(mesh.comm, lambda: open_device(device)) if isinstance(device, str) else device
     mover = progress_for(progress, mesh.cores, mesh.world)
     carrier: Transport
     node = ranks_on_node or mesh.ranks_on_node
