@@ -8,6 +8,7 @@ import numpy as np
 
 from mpshard import comm as communication
 from mpshard.comm import shared
+from mpshard.comm.agree import agree
 from mpshard.comm.collectives import progress_for
 from mpshard.comm.mesh import Mesh
 from mpshard.comm.transport import MessageTransport, Transport
