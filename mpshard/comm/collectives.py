@@ -144,7 +144,7 @@ class Thread:
 
     def __init__(self) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise RuntimeError("shard.progress=thread needs an MPI with MPI_THREAD_MULTIPLE; use shard.progress=poll")
+            raise ConfigError("shard.progress=thread needs an MPI with MPI_THREAD_MULTIPLE; use shard.progress=poll")
         self.jobs: queue.SimpleQueue[tuple[Pending, threading.Event] | None] = queue.SimpleQueue()
         self.events: dict[Pending, threading.Event] = {}
         self.thread = threading.Thread(target=self._run, name="mpshard-comm", daemon=True)
