@@ -183,7 +183,7 @@ Progress = Poll | Thread
 def progress_for(choice: str, cores: int, world: int) -> Progress:
     """`choice` "poll" or "thread"; "auto" takes the thread where the rank has a core for it and somebody to talk to."""
     if choice not in ("auto", "poll", "thread"):
-        raise ValueError(f'progress={choice!r} is not known; use "auto", "poll" or "thread"')
+        raise ConfigError(f'shard.progress={choice!r} is not known; use "auto", "poll" or "thread"')
     threaded = choice == "thread" or (choice == "auto" and cores > 1 and world > 1)
     return Thread() if threaded else Poll()
 
