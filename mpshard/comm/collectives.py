@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpshard.config import ConfigError
 from mpshard.device.base import Array
 
 COUNT_LIMIT = 2**31 - 1  # elements a rank in one call
