@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from mpshard.config import ConfigError
-from mpshard.config import ConfigError
 from mpshard.device.base import Array, Device, Kind, Memory
 
 __all__ = ["Array", "Device", "Kind", "Memory", "open_device", "why_no_cupy"]
