@@ -68,15 +68,20 @@ class DataConfig:
     """``[data]``: the tokens. Paths are relative to the working directory."""
 
     train: str | tuple[str, ...] = key(
-        "stdlib", "text, .bin or .npy files: a path, a glob or a list; stdlib = Python's own library sources", NOT_EMPTY
+        "stdlib", "text, .jsonl, .bin or .npy files: a path, a glob or a list; stdlib = Python's own library sources", NOT_EMPTY
     )
     eval: str | tuple[str, ...] = key(
         "auto", "as data.train; stdlib = its held-out tenth; auto = stdlib if data.train is, else none", NOT_EMPTY
+    )
+    format: Literal["text", "chat", "prompt_completion"] = key(
+        "text", "text: any, .jsonl by its text field; chat, prompt_completion: JSONL of messages or prompt and completion, "
+        "of which the assistant's part is learnt, packed"
     )
     tokenizer: str = key(
         "auto", "bytes (a token is a byte, documents end with byte 0), or a tokenizer.json or its directory; "
         "auto = that of model.init_from, else bytes", NOT_EMPTY
     )
+    chat_template: str = key("auto", "a Jinja file; auto = the tokenizer's directory's", NOT_EMPTY, needs="data.format=chat")
     seq_len: int = key(256, "tokens of a sample", POSITIVE)
     token_dtype: Literal["auto", "uint16", "uint32"] = key(
         "auto", "type of the ids in .bin files; auto = uint16 if vocab_size fits, else uint32"
@@ -301,6 +306,8 @@ def _validate_training(config: Config, world: int) -> None:
         for name, value in (("eval_every", t.eval_every), ("eval_batches", t.eval_batches)):
             if value:
                 raise ConfigError(f"train.{name}={value} but data.eval is none; set data.eval or remove it")
+    if d.format != "text" and "stdlib" in (d.train, d.eval, *d.train, *d.eval):
+        raise ConfigError(f"data.format={d.format} needs JSONL files in data.train and data.eval, not stdlib")
     if t.sample_prompt and not t.sample_tokens:
         raise ConfigError(f"train.sample_prompt={show(t.sample_prompt)} needs train.sample_tokens above 0")
 

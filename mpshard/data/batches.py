@@ -19,10 +19,51 @@ from mpshard.data.tokens import Tokens
 
 
 class Batch(NamedTuple):
-    """Micro-batches of one rank. Both int64, (micro-batches, micro_batch_size, seq_len)."""
+    """Micro-batches of one rank: int64 (micro-batches, micro_batch_size, seq_len).
+
+    segments, positions: None, or of packed documents which one each token belongs to (int32) and its place therein.
+    """
 
     inputs: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
+    segments: npt.NDArray[np.int32] | None = None
+    positions: npt.NDArray[np.int64] | None = None
+
+    def first(self) -> Batch:
+        """The first micro-batch alone, (micro_batch_size, seq_len)."""
+        segments, positions = (None if part is None else part[0] for part in self[2:])
+        return Batch(self.inputs[0], self.targets[0], segments, positions)
+
+
+def deal(
+    position: int, n_samples: int, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, world: int
+) -> npt.NDArray[np.int64]:
+    """Which samples a rank computes in the step that starts at sample `position` of the endless stream of epochs.
+
+    The step is cut into global micro-batches of `micro_batch_size` samples; number g = m * world + rank is this
+    rank's micro-batch m. Which samples a global micro-batch holds does not depend on `world`.
+
+    Returns
+    -------
+    int64 (micro-batches, micro_batch_size). Raises ValueError unless they come out even.
+    """
+    if global_batch_size % (micro_batch_size * world):
+        raise ValueError(f"{global_batch_size} samples do not fill micro-batches of {micro_batch_size} x {world}")
+    g = np.arange(rank, global_batch_size // micro_batch_size, world)  # (micro-batches,)
+    positions = position + g[:, None] * micro_batch_size + np.arange(micro_batch_size)
+    return sample_ids(positions, n_samples, seed)
+
+
+def deal_evaluation(n_samples: int, micro_batch_size: int, rank: int, world: int, limit: int = 0) -> Iterator[int]:
+    """The first sample of each of a rank's micro-batches of an evaluation; past the end: one of padding alone.
+
+    All ranks get equally many. `limit` > 0 takes that many of the micro-batches over all ranks, evenly spread.
+    """
+    total = -(-n_samples // micro_batch_size)
+    chosen = np.arange(min(limit, total)) * total // min(limit, total) if limit else np.arange(total)
+    for first in range(0, len(chosen), world):
+        g = chosen[first + rank] if first + rank < len(chosen) else total
+        yield int(g) * micro_batch_size
 
 
 class Batches:
@@ -37,6 +78,8 @@ class Batches:
     name : of the corpus, for errors.
     """
 
+    about = ""  # what a user should know of how it was made
+
     def __init__(
         self, tokens: Tokens, seq_len: int, seed: int = 0, ignore_index: int = -100, name: str = "the data"
     ) -> None:
@@ -49,10 +92,7 @@ class Batches:
     def step_batch(
         self, position: int, global_batch_size: int, micro_batch_size: int, rank: int, world: int
     ) -> Batch:
-        """This rank's part of the step that starts at sample `position` of the endless stream of epochs.
-
-        The step is cut into global micro-batches of `micro_batch_size` samples; number g = m * world + rank is this
-        rank's micro-batch m. Which samples a global micro-batch holds does not depend on `world`.
+        """This rank's part of the step that starts at sample `position` of the endless stream of epochs: see `deal`.
 
         Raises
         ------
@@ -63,11 +103,7 @@ class Batches:
             raise ConfigError(
                 f"{self.name} has {len(self.tokens)} tokens, under data.seq_len + 1 = {self.seq_len + 1}; lower seq_len"
             )
-        if global_batch_size % (micro_batch_size * world):
-            raise ValueError(f"{global_batch_size} samples do not fill micro-batches of {micro_batch_size} x {world}")
-        g = np.arange(rank, global_batch_size // micro_batch_size, world)  # (micro-batches,)
-        positions = position + g[:, None] * micro_batch_size + np.arange(micro_batch_size)
-        ids = sample_ids(positions, self.n_samples, self.seed)
+        ids = deal(position, self.n_samples, self.seed, global_batch_size, micro_batch_size, rank, world)
         windows = self.tokens.read(ids.ravel() * self.seq_len, self.seq_len + 1).reshape(*ids.shape, -1)
         return Batch(windows[..., :-1].copy(), windows[..., 1:].copy())
 
@@ -80,11 +116,8 @@ class Batches:
 
         `limit` > 0 takes that many of the micro-batches over all ranks, evenly spread over the corpus.
         """
-        total = -(-self.n_eval_windows // micro_batch_size)
-        chosen = np.arange(min(limit, total)) * total // min(limit, total) if limit else np.arange(total)
-        for first in range(0, len(chosen), world):
-            g = chosen[first + rank] if first + rank < len(chosen) else total  # `total` lies past the end: all padding
-            yield self._eval_batch(int(g) * micro_batch_size, micro_batch_size)
+        for first in deal_evaluation(self.n_eval_windows, micro_batch_size, rank, world, limit):
+            yield self._eval_batch(first, micro_batch_size)
 
     def _eval_batch(self, first_window: int, micro_batch_size: int) -> Batch:
         inputs = np.zeros((1, micro_batch_size, self.seq_len), np.int64)

@@ -1,24 +1,28 @@
 """Sources, as the configuration names them, to `Tokens`.
 
 A source is ``stdlib`` (the running interpreter's own library), a path or a glob; ``.bin`` and ``.npy`` files hold token
-ids, any other file is one document of text. A document ends with the tokenizer's separator, the last one included, so
-sources join in any order; files of ids carry their own.
+ids, each line of a ``.jsonl`` file a document as its field "text", any other file is one document of text. A document
+ends with the tokenizer's separator, the last one included, so sources join in any order; files of ids carry their own.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from mpshard.config import ConfigError
-from mpshard.data.tokenizers import ByteTokenizer, Tokenizer
+from mpshard.data.records import read_jsonl, text_of
+from mpshard.data.tokenizers import ByteTokenizer, Ids, Tokenizer
 from mpshard.data.tokens import Piece, Tokens, array_piece, bin_piece, npy_piece
 
+_TEXTS = 1000  # encoded at a time, on all cores
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
@@ -89,17 +93,40 @@ def _in_held_out_tenth(name: str) -> bool:
     return int.from_bytes(digest, "little") % 10 == 0
 
 
+def documents(paths: Iterable[str], tokenizer: Tokenizer, field: str = "text") -> Iterator[tuple[int, Ids]]:
+    """(bytes read, token ids without the separator) of each document of text and JSONL files."""
+    for path in paths:
+        if path.endswith(".jsonl"):
+            records = read_jsonl(path)
+            while batch := list(itertools.islice(records, _TEXTS)):
+                texts = [text_of(record.content, field, record.where) for record in batch]
+                for record, ids in zip(batch, tokenizer.encode_many(texts), strict=True):
+                    yield record.bytes, _without(ids, tokenizer.separator)
+        else:
+            with open(path, "rb") as file:
+                data = file.read()
+            yield len(data), _without(tokenizer.encode(data), tokenizer.separator)
+
+
+def _without(ids: Ids, separator: int) -> Ids:
+    """Some tokenizers end a text themselves."""
+    return ids[:-1] if len(ids) and ids[-1] == separator else ids
+
+
 def _file_pieces(path: str, tokenizer: Tokenizer, vocab_size: int, token_dtype: str) -> list[Piece]:
     if path.endswith(".bin"):
-        if token_dtype == "auto":
-            token_dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-        return [bin_piece(path, token_dtype)]
+        return [bin_piece(path, id_type(vocab_size) if token_dtype == "auto" else token_dtype)]
     if path.endswith(".npy"):
         return [npy_piece(path)]
-    if isinstance(tokenizer, ByteTokenizer):  # the file is its own tokens: map it
+    if isinstance(tokenizer, ByteTokenizer) and not path.endswith(".jsonl"):  # the file is its own tokens: map it
         text = bin_piece(path, np.uint8)
-    else:
-        with open(path, "rb") as file:
-            text = array_piece(path, tokenizer.encode(file.read()))
-    separator = array_piece("separator", np.array([tokenizer.separator], np.min_scalar_type(tokenizer.separator)))
-    return [text, separator] if text.length else []
+        separator = array_piece("separator", np.array([tokenizer.separator], np.uint8))
+        return [text, separator] if text.length else []
+    separator_id = np.array([tokenizer.separator], id_type(tokenizer.vocab_size))
+    parts = [part for _, ids in documents([path], tokenizer) for part in (ids, separator_id) if len(ids)]
+    return [array_piece(path, np.concatenate(parts))] if parts else []
+
+
+def id_type(vocab_size: int) -> np.dtype[Any]:
+    """The smaller of the two types of ``.bin`` files that holds all ids."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)

@@ -25,7 +25,7 @@ def test_what_is_no_text_becomes_the_replacement_character():
     assert tokenizer.encode("a\udc80").tolist() == [97, 0x80]
 
 
-def test_only_bytes_for_now():
+def test_no_such_tokenizer() -> None:
     assert load_tokenizer("bytes").vocab_size == 256
-    with pytest.raises(ConfigError, match='data.tokenizer="gpt2" is not supported; use "bytes"'):
+    with pytest.raises(ConfigError, match='data.tokenizer="gpt2" is neither "bytes" nor a tokenizer.json'):
         load_tokenizer("gpt2")
