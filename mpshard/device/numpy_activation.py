@@ -94,8 +94,8 @@ class ActivationKernels(NumpyMemory):
         return y
 
     def swiglu_backward(self, dy: np.ndarray, gate_up: np.ndarray) -> np.ndarray:
-        # y = g s(g) u, s = 1 / (1 + exp(-g)), z = g s:  du = dy z,  dg = dy u (z + s (1 - z)). Halves of rows (gate, up)
-        # are twice as slow to walk through as scratch is, so each is touched as seldom as can be.
+        # y = g s(g) u, s = 1 / (1 + exp(-g)), z = g s:  du = dy z,  dg = dy u (z + s (1 - z)).
+        # Halves of rows (gate, up) are twice as slow to walk through as scratch is, so they are touched seldom.
         n, f = dy.shape
         dx = self.empty((n, 2 * f), dy.dtype)
         scratch = self.empty((3, block_rows(n, f * dy.itemsize), f), dy.dtype)

@@ -5,16 +5,18 @@ block: row = position * g + head in group. A product then serves the whole group
 range of rows. Several heads (and sequences, if short) are taken at once, as the leading axes of every scratch array,
 to make few NumPy calls of the work; np.matmul hands each strided head to BLAS without a copy.
 
-Note on the row maximum. Softmax subtracts each row's maximum so that exp does not overflow, and NumPy's passes along
-short rows cost as much as a product here. While scores stay moderate exp of them as they are is just as exact,
-since the maximum cancels; whether they did is seen from the sums alone. So each block of queries is done without, and once
-more with the running maximum of the paper's online softmax where a sum left [SMALL, LARGE]. Backward subtracts the known
-lse inside the product that makes the scores: queries get a last column -lse, keys one of ones. Likewise for dP - D.
+Note on the row maximum. Softmax subtracts each row's maximum so that exp does not overflow, and NumPy's passes
+along short rows cost as much as a product here. While scores stay moderate, exp of them as they are is just as
+exact, since the maximum cancels; whether they did shows in the sums alone. So each block of queries is done without,
+and once more with the running maximum of the paper's online softmax where a sum left [SMALL, LARGE]. Backward
+subtracts the known lse inside the product that makes the scores: queries get a last column -lse, keys one of ones;
+likewise for dP - D.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
@@ -34,10 +36,9 @@ class AttentionKernels(NumpyMemory):
         b, t, width = qkv.shape
         g, e = heads // kv_heads, width // (heads + 2 * kv_heads)
         y, lse = self.empty((b, t, heads * e), qkv.dtype), self.empty((b, heads, t), qkv.dtype)
-        plan = _Plan(b if segments is None else 1, t, kv_heads, g, qkv.dtype)
-        scores = self.empty(plan.score_size, qkv.dtype)
+        plan = _plan(b if segments is None else 1, t, kv_heads, g, qkv.dtype, QUERIES, SCORE_BYTES)
         size = plan.sequences * plan.heads * plan.queries * g * e
-        queries_all, total_all, part_all, spread_all = self.empty((4, size), qkv.dtype)
+        scores, queries_all, total_all, part_all, spread_all = self.scratch(qkv.dtype, plan.score_size, *[size] * 4)
         for i, chunk in plan.chunks(b):
             q, k, v = _split(qkv[i], kv_heads, g, e, chunk)
             y_out = y[i].reshape(-1, t, kv_heads, g, e)[:, :, chunk].transpose(0, 2, 1, 3, 4)
@@ -71,13 +72,13 @@ class AttentionKernels(NumpyMemory):
         b, t, width = qkv.shape
         g, e = heads // kv_heads, width // (heads + 2 * kv_heads)
         dqkv = self.empty(qkv.shape, qkv.dtype)
-        plan = _Plan(b if segments is None else 1, t, kv_heads, g, qkv.dtype)
-        scores, dscores = self.empty((2, plan.score_size), qkv.dtype)
-        size = plan.sequences * plan.heads * t
-        q_all, dy_all = self.empty((2, size * g * (e + 1)), qkv.dtype)
-        k_all, v_all = self.empty((2, size * (e + 1)), qkv.dtype)
-        dq_all, part_all = self.empty((2, size * g * e), qkv.dtype)
-        dk_all, dv_all = self.empty((2, plan.sequences * plan.heads * plan.queries * e), qkv.dtype)
+        plan = _plan(b if segments is None else 1, t, kv_heads, g, qkv.dtype, QUERIES, SCORE_BYTES)
+        heads_here = plan.sequences * plan.heads
+        size, key_block = heads_here * t, heads_here * plan.queries * e
+        scores, dscores, q_all, dy_all, k_all, v_all, dq_all, part_all, dk_all, dv_all = self.scratch(
+            qkv.dtype, *[plan.score_size] * 2, *[size * g * (e + 1)] * 2, *[size * (e + 1)] * 2, *[size * g * e] * 2,
+            *[key_block] * 2,
+        )  # fmt: skip
         minus = np.full(e, -1, qkv.dtype)
         for i, chunk in plan.chunks(b):
             q, k, v = _split(qkv[i], kv_heads, g, e, chunk)
@@ -128,10 +129,12 @@ ALL = np.empty(0)  # what `_segment_mask` says of a block in which no query sees
 class _Plan:
     """How a (t, t) triangle is cut, and the mask that every block on the diagonal shares."""
 
-    def __init__(self, b: int, t: int, kv_heads: int, g: int, dtype: np.dtype) -> None:
-        budget = SCORE_BYTES // dtype.itemsize
+    def __init__(
+        self, b: int, t: int, kv_heads: int, g: int, dtype: np.dtype, queries: int, score_bytes: int
+    ) -> None:
+        budget = score_bytes // dtype.itemsize
         self.t, self.kv_heads = t, kv_heads
-        self.queries = max(1, min(QUERIES, t))
+        self.queries = max(1, min(queries, t))
         width = self.queries * g
         self.heads = max(1, min(kv_heads, budget // (width * self.queries)))
         self.step = max(1, min(budget // (width * self.heads), t) // self.queries) * self.queries
@@ -158,6 +161,9 @@ class _Plan:
     def ranges_up(self, start: int) -> Iterator[tuple[int, int]]:
         """Positions from `start` on in pieces of at most `step`."""
         return ((first, min(first + self.step, self.t)) for first in range(start, self.t, self.step))
+
+
+_plan = lru_cache(maxsize=64)(_Plan)  # short sequences would feel the microseconds it takes
 
 
 def _split(qkv: np.ndarray, kv_heads: int, g: int, e: int, chunk: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -211,7 +217,7 @@ def _attend(
     queries: np.ndarray, k: np.ndarray, v: np.ndarray, pieces: list[_Piece], scores: np.ndarray,
     total: np.ndarray, part: np.ndarray, shifted: bool,
 ) -> tuple[np.ndarray, np.ndarray | int]:  # fmt: skip
-    """Sums over keys of one block of queries (s, c, rows, e): of exp(score - maximum) and, into `total`, of that times v.
+    """For a block of queries (s, c, rows, e), sums over keys of exp(score - maximum), and of that times v into `total`.
 
     The first piece holds the diagonal. Scores lie transposed, (keys, rows), so that the diagonal is whole rows of
     the block. -> weight and maximum, each (s, c, rows); not `shifted`: the maximum is 0, and weight may be inf.

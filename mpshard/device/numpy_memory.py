@@ -9,13 +9,14 @@ three arrays of it fit the 0.5 to 2 MiB that cores have; a few more come from a 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from mpshard.device.base import Kind
-from mpshard.device.pool import BufferPool
+from mpshard.device.pool import ALIGNMENT, BufferPool
 
 BLOCK_BYTES = 256 << 10  # of one array of a block
 
@@ -55,6 +56,13 @@ class NumpyMemory:
     @property
     def poison(self) -> bool:
         return self.memory.poison
+
+    def scratch(self, dtype: Any, *sizes: int) -> list[np.ndarray]:
+        """Uninitialised flat arrays of one dtype, cut from one block of the pool, each aligned to a cache line."""
+        unit = max(1, ALIGNMENT // np.dtype(dtype).itemsize)
+        ends = list(accumulate(-(-size // unit) * unit for size in sizes))
+        whole = self.empty(ends[-1], dtype)
+        return [whole[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any, kind: Kind = Kind.ACTIVATION) -> np.ndarray:
         out = self.empty(shape, dtype, kind)

@@ -37,7 +37,8 @@ class NormKernels(NumpyMemory):
         self, dy: np.ndarray, x: np.ndarray, weight: np.ndarray, stats: np.ndarray,
         dweight: np.ndarray | None, dbias: np.ndarray | None, accumulate: bool, dx: np.ndarray | None,
     ) -> np.ndarray:  # fmt: skip
-        # With c = x - mean, r = 1 / std, g = dy * weight:  dx = r (g - mean(g)) - r^3 c mean(g c),  dweight = r @ (dy c)
+        # With c = x - mean, r = 1 / std, g = dy * weight:
+        # dx = r (g - mean(g)) - r^3 c mean(g c),  dweight = r @ (dy c)
         dy2, x2, d = rows_of(dy), rows_of(x), x.shape[-1]
         out = self.empty(x.shape, x.dtype) if dx is None else dx
         out2 = rows_of(out)
