@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpshard import models
+from mpshard.checkpoint import check_weights, load_weights, open_on_all, publish
 from mpshard.checkpoint.resume import is_run, resume, set_aside
 from mpshard.checkpoint.saver import Saver
 from mpshard.comm import collectives
 from mpshard.comm.agree import agree, on_root
 from mpshard.config import Config, ConfigError, flat, to_toml
-from mpshard.data import Batches, Data, open_data
+from mpshard.data import Batches, Data, PackedBatches, open_data
 from mpshard.device.blas import blas_info, set_blas_threads
 from mpshard.observe.console import Console
 from mpshard.observe.metrics import MetricsFile, cut_after
@@ -40,12 +41,20 @@ class Job:
 
 
 def build_model(config: Config, comm: MPI.Comm) -> tuple[Sharded, AdamW]:
-    """The model that `config` says, cut over the ranks of `comm`, and its optimizer; no data needed."""
-    c = config
+    """The model that `config` says, cut over the ranks of `comm`, and its optimizer; no data needed.
+
+    Raises ConfigError, on every rank, if model.init_from does not hold the weights of such a model.
+    """
+    c, model, weights = config, models.from_config(config.model), None
+    if c.model.init_from:
+        weights = open_on_all(comm, publish.find(Path(c.model.init_from)))
+        on_root(comm, lambda: check_weights(weights, model))  # before any memory is taken
     sharded = shard(
-        models.from_config(c.model), comm, strategy=c.shard.strategy, prefetch=c.shard.prefetch, reduce=c.shard.reduce,
+        model, comm, strategy=c.shard.strategy, prefetch=c.shard.prefetch, reduce=c.shard.reduce,
         transport=c.shard.transport, progress=c.shard.progress, device=c.run.device, seed=c.train.seed,
         ignore_index=c.data.ignore_index)
+    if weights is not None:
+        load_weights(sharded, weights)
     set_blas_threads(sharded.mesh.cores)
     optim = AdamW(
         sharded, lr=c.optim.lr, betas=c.optim.betas, eps=c.optim.eps, weight_decay=c.optim.weight_decay,
@@ -83,7 +92,8 @@ def train(job: Job) -> float | None:
     begun = resume(c.run.resume, folder, sharded, optim, flat(c), console.say)
     path = on_root(comm, lambda: _open_run(c, begun.step))
     metrics = agree(comm, lambda: MetricsFile(path if comm.rank == 0 else None))
-    saver = Saver(folder / "checkpoints", sharded, optim, c.checkpoint, flat(c), separator=job.data.tokenizer.separator)
+    saver = Saver(folder / "checkpoints", sharded, optim, c.checkpoint, flat(c), job.data.tokenizer.files(),
+                  job.data.tokenizer.special_ids)
     tracing = Tracing(sharded, folder / "trace.json", c.run.trace_steps) if c.run.trace else None
     evaluation: float | None = None
     console.start(c.train.steps, begun.step)
@@ -121,11 +131,10 @@ def train(job: Job) -> float | None:
     return evaluation
 
 
-def evaluate(sharded: Sharded, batches: Batches, micro_batch_size: int, limit: int = 0) -> tuple[float, int]:
+def evaluate(sharded: Sharded, batches: Batches | PackedBatches, micro_batch_size: int, limit: int = 0) -> tuple[float, int]:
     """Mean loss over all valid tokens (nats) and their number; `limit` micro-batches over all ranks, 0 for all."""
     mesh = sharded.mesh
-    return sharded.evaluate((inputs[0], targets[0]) for inputs, targets in
-                            batches.eval_batches(mesh.rank, mesh.world, micro_batch_size, limit))
+    return sharded.evaluate(batch.first() for batch in batches.eval_batches(mesh.rank, mesh.world, micro_batch_size, limit))
 
 
 def step_record(job: Job, step: int, output: StepOutput, step_s: float, optim_s: float) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mpshard import families
@@ -10,13 +11,13 @@ from mpshard.models import GPT2Config, LlamaConfig
 _TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
-def to_hf(config: GPT2Config | LlamaConfig, dtype: str = "F32", separator: int | None = None) -> dict[str, Any]:
+def to_hf(config: GPT2Config | LlamaConfig, dtype: str = "F32", special_ids: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The content of config.json, with which `transformers` opens the directory.
 
-    dtype: of the weights in the file. separator: the token that ends a document, begins and ends generation.
+    dtype: of the weights in the file. special_ids: which tokens begin and end a text, as {"eos_token_id": 2}.
     """
     common = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings, "dtype": _TORCH[dtype],
-              "torch_dtype": _TORCH[dtype], "bos_token_id": separator, "eos_token_id": separator, "use_cache": True}
+              "torch_dtype": _TORCH[dtype], "bos_token_id": None, "eos_token_id": None, "use_cache": True, **(special_ids or {})}
     if isinstance(config, GPT2Config):
         return common | {
             "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": config.max_seq_len,

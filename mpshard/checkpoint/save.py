@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpshard import __version__
 from mpshard.checkpoint import manifest, publish, transfer
@@ -44,7 +44,7 @@ class Content:
 
 
 def content_of(sharded: Sharded, optim: AdamW | None, state: State, *, dtype: str = "", max_shard_bytes: int = 0,
-               tokenizer: bytes | None = None, separator: int | None = None) -> Content:
+               tokenizer: Mapping[str, bytes] | None = None, special_ids: Mapping[str, Any] | None = None) -> Content:
     """What to write down of a model and its optimizer. Collective; nothing is copied.
 
     Parameters
@@ -54,7 +54,7 @@ def content_of(sharded: Sharded, optim: AdamW | None, state: State, *, dtype: st
     dtype: "fp32" or "bf16", type of the weights in the file; "" as they are. If it rounds them, the exact weights are
         kept in optimizer.safetensors.
     max_shard_bytes: larger models are cut into several files; 0: never.
-    tokenizer: content of tokenizer.json. separator: the token that ends a document.
+    tokenizer: the files that belong to it and their contents. special_ids: of config.json, see `to_hf`.
     """
     units, weights, exact = list(sharded.units.values()), [], {}
     for unit in units:
@@ -72,14 +72,12 @@ def content_of(sharded: Sharded, optim: AdamW | None, state: State, *, dtype: st
         specs[OPTIMIZER], pieces[OPTIMIZER] = _of_optimizer(sharded, optim, exact)
         state = replace(state, optimizer=optim.state())
     state = replace(state, random={"seed": sharded.seed, "step": sharded.steps}, world=sharded.mesh.world,
-                    tokenizer="bytes" if tokenizer is None else "tokenizer.json", version=__version__)
-    config = to_hf(sharded.model.config, weights[0][1], separator)
+                    tokenizer="tokenizer.json" if tokenizer else "", version=__version__)
+    config = to_hf(sharded.model.config, weights[0][1], special_ids)
     texts = {"config.json": json.dumps(config, indent=2).encode() + b"\n"}
     if len(files) > 1:
         texts[INDEX] = json.dumps(index(files), indent=2).encode() + b"\n"
-    if tokenizer is not None:
-        texts["tokenizer.json"] = tokenizer
-    return Content(state, specs, pieces, texts)
+    return Content(state, specs, pieces, texts | dict(tokenizer or {}))
 
 
 def optimizer_pieces(units: Sequence[Unit], optim: AdamW, exact: Mapping[str, bool]) -> list[tuple[tuple[int, int, int], Spec, Piece]]:

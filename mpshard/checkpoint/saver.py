@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ class Saver:
     Parameters
     ----------
     settings: when, how many, in which form. config: the effective configuration, {"section.key": value}, written down.
-    tokenizer: content of tokenizer.json, None for bytes. separator: the token that ends a document.
+    tokenizer, special_ids: as of `content_of`.
 
     Note on writing behind the steps (`async`). The slices and moments are copied (as many bytes as the weights' and the
     optimizer's slices, accounted as staging), and a thread writes the copies with a communicator of its own. At most one
@@ -34,11 +35,12 @@ class Saver:
     """
 
     def __init__(self, root: str | Path, sharded: Sharded, optim: AdamW, settings: CheckpointConfig = DEFAULTS,
-                 config: dict[str, Any] | None = None, tokenizer: bytes | None = None, separator: int | None = None) -> None:
+                 config: dict[str, Any] | None = None, tokenizer: Mapping[str, bytes] | None = None,
+                 special_ids: Mapping[str, Any] | None = None) -> None:
         if settings.async_ and not can_write_from_threads():
             raise ConfigError("checkpoint.async=true needs an MPI with MPI_THREAD_MULTIPLE; use checkpoint.async=false")
         self.settings, self.root, self.sharded, self.optim = settings, Path(root), sharded, optim
-        self.config, self.tokenizer, self.separator = config or {}, tokenizer, separator
+        self.config, self.tokenizer, self.special_ids = config or {}, tokenizer, special_ids
         self.comm = sharded.mesh.comm.Dup()
         self.saved_step = -1
         self.thread: threading.Thread | None = None
@@ -59,7 +61,7 @@ class Saver:
         roll_call(self.comm, "Saver.save")
         content = save.content_of(
             self.sharded, self.optim, State(step=step, position=position, config=self.config), dtype=s.dtype,
-            max_shard_bytes=s.max_shard_bytes, tokenizer=self.tokenizer, separator=self.separator)
+            max_shard_bytes=s.max_shard_bytes, tokenizer=self.tokenizer, special_ids=self.special_ids)
         self.saved_step = step
         if not s.async_:
             save.write(self.comm, self.root, content, self.sharded.device, s.keep)

@@ -39,7 +39,10 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.special = self._special_tokens()
+        content = self._companion("config.json")
+        self.special_ids = {name: content[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in content}
         self.separator = self._separator()
+        self.special_ids.setdefault("eos_token_id", self.separator)
 
     def encode(self, text: str | bytes, special: bool = True) -> Ids:
         if isinstance(text, bytes):
@@ -92,7 +95,7 @@ class FileTokenizer:
         return found
 
     def _separator(self) -> int:
-        ids = self._companion("config.json").get("eos_token_id")
+        ids = self.special_ids.get("eos_token_id")
         first = ids[0] if isinstance(ids, list) and ids else ids
         for token in (self.special.get("eos_token"), first, *_ENDS):
             found = self._tokenizer.token_to_id(token) if isinstance(token, str) else token

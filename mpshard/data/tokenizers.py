@@ -25,11 +25,13 @@ class Tokenizer(Protocol):
     vocab_size : ids are in [0, vocab_size).
     separator : the id that ends every document; also what generation from nothing starts with.
     special : texts of the special tokens that chat templates name, as ``{"eos_token": "</s>"}``.
+    special_ids : what config.json says of them, as ``{"eos_token_id": 2}``, an id or a list of ids.
     """
 
     vocab_size: int
     separator: int
     special: dict[str, str]
+    special_ids: dict[str, Any]
 
     def encode(self, text: str | bytes, special: bool = True) -> Ids:
         """Token ids, shape (tokens,). `special`: with what the tokenizer puts around a text (a first token, say)."""
@@ -53,6 +55,7 @@ class ByteTokenizer:
     vocab_size = 256
     separator = 0
     special: dict[str, str] = {}
+    special_ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
 
     def encode(self, text: str | bytes, special: bool = True) -> Ids:
         """The bytes, uint8. Lone surrogates (undecodable command-line arguments) give back the bytes they stand for."""
