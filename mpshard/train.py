@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,8 +71,8 @@ def build(config: Config, comm: MPI.Comm) -> Job:
     c, console = config, Console(speaks=comm.rank == 0)
     data = agree(comm, lambda: open_data(config))
     sharded, optim = build_model(config, comm)
-    console.say(f"{c.model.arch}, {sharded.model.size:,} parameters in {len(sharded.units)} units; {comm.size} ranks, "
-                f"{blas_info().threads} BLAS threads each, {sharded.device.name}; "
+    console.say(f"{c.model.arch}, {sharded.model.size:,} parameters in {len(sharded.units)} units; ranks: {comm.size}, "
+                f"BLAS threads of each: {blas_info().threads}, {sharded.device.name}; "
                 f"transport {sharded.transport.name}, progress by {sharded.progress.name}")
     return Job(config, data, sharded, optim, console)
 
@@ -154,10 +155,17 @@ def step_record(job: Job, step: int, output: StepOutput, step_s: float, optim_s:
 
 
 def _may_run(config: Config) -> None:
-    """Raise ConfigError if the run directory holds a run and nobody said what to do about it."""
-    if not config.run.resume and is_run(Path(config.run.dir)):
+    """Raise ConfigError if the run directory cannot be written, or holds a run and nobody said what to do about it."""
+    folder = Path(config.run.dir)
+    if not config.run.resume and is_run(folder):
         raise ConfigError(f"run.dir={config.run.dir} holds a run already: run.resume=auto goes on with it, "
                           "run.resume=never starts over, another run.dir leaves it alone")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"run.dir={config.run.dir} cannot be written ({error.strerror}); choose another") from None
 
 
 def _open_run(config: Config, step: int) -> Path:
