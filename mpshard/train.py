@@ -41,8 +41,8 @@ class Job:
     console: Console
 
 
-def build_model(config: Config, comm: MPI.Comm) -> tuple[Sharded, AdamW]:
-    """The model that `config` says, cut over the ranks of `comm`, and its optimizer; no data needed.
+def build_sharded(config: Config, comm: MPI.Comm) -> Sharded:
+    """The model that `config` says, cut over the ranks of `comm`, with first weights or those of model.init_from.
 
     Raises ConfigError, on every rank, if model.init_from does not hold the weights of such a model.
     """
@@ -57,6 +57,12 @@ def build_model(config: Config, comm: MPI.Comm) -> tuple[Sharded, AdamW]:
     if weights is not None:
         load_weights(sharded, weights)
     set_blas_threads(sharded.mesh.cores)
+    return sharded
+
+
+def build_model(config: Config, comm: MPI.Comm) -> tuple[Sharded, AdamW]:
+    """`build_sharded` and its optimizer; no data needed."""
+    c, sharded = config, build_sharded(config, comm)
     optim = AdamW(
         sharded, lr=c.optim.lr, betas=c.optim.betas, eps=c.optim.eps, weight_decay=c.optim.weight_decay,
         clip_grad_norm=c.optim.clip_grad_norm, no_decay=c.optim.no_decay or None)
@@ -70,6 +76,9 @@ def build(config: Config, comm: MPI.Comm) -> Job:
     """
     c, console = config, Console(speaks=comm.rank == 0)
     data = agree(comm, lambda: open_data(config))
+    for batches in (data.train, data.eval):
+        if batches is not None and batches.about:
+            console.say(batches.about)
     sharded, optim = build_model(config, comm)
     console.say(f"{c.model.arch}, {sharded.model.size:,} parameters in {len(sharded.units)} units; ranks: {comm.size}, "
                 f"BLAS threads of each: {blas_info().threads}, {sharded.device.name}; "
@@ -183,6 +192,5 @@ def _sample(job: Job) -> str:
     """A continuation of train.sample_prompt (or of a document's beginning), as text."""
     c, tokenizer = job.config, job.data.tokenizer
     prompt = [int(i) for i in tokenizer.encode(c.train.sample_prompt)] or [tokenizer.separator]
-    ids = generate(job.sharded, prompt, c.train.sample_tokens, Sampling(temperature=0.8, seed=c.train.seed),
-                   window=c.model.max_seq_len)
+    ids = generate(job.sharded, prompt, c.train.sample_tokens, Sampling(temperature=0.8, seed=c.train.seed))
     return f"a sample:\n{tokenizer.decode(ids)}"
