@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from mpshard.device.numpy_attention import LARGE, SMALL
-from mpshard.device.numpy_memory import NumpyMemory, block_rows, blocks
+from mpshard.device.numpy_dense import DenseKernels
+from mpshard.device.numpy_memory import block_rows, blocks
 
 CHUNK_BYTES = 16 << 20  # of logits: enough tokens for the products' full speed, small against the activations
 
 
-class LossKernels(NumpyMemory):
+class LossKernels(DenseKernels):
     """The loss part of `mpshard.device.base.Device`."""
 
     def cross_entropy(
@@ -33,10 +34,9 @@ class LossKernels(NumpyMemory):
         value = 0.0
         for block in blocks(len(valid), v * x.itemsize, CHUNK_BYTES):
             tokens, rows = valid[block], block.stop - block.start
-            if tokens[-1] - tokens[0] == rows - 1:  # consecutive: the rows are where they lie
-                tokens, inputs = slice(tokens[0], tokens[-1] + 1), x[tokens[0] : tokens[-1] + 1]
-            else:
-                inputs = np.take(x, tokens, axis=0, out=packed[:rows], mode="clip")
+            first, last = int(tokens[0]), int(tokens[-1])
+            here = slice(first, last + 1) if last - first == rows - 1 else None  # consecutive: used where they lie
+            inputs = np.take(x, tokens, axis=0, out=packed[:rows], mode="clip") if here is None else x[here]
             e, labels, sums = logits[:rows], targets[tokens], np.empty(rows, x.dtype)
             np.matmul(inputs, table.T, out=e)
             with np.errstate(over="ignore", invalid="ignore"):
@@ -54,10 +54,10 @@ class LossKernels(NumpyMemory):
                 self.matmul(e.T, scaled[:rows], out=dtable, accumulate=accumulate)
                 accumulate = True
             if dx is not None:
-                target = dx[tokens] if isinstance(tokens, slice) else scaled[:rows]
+                target = scaled[:rows] if here is None else dx[here]
                 np.matmul(e, table, out=target)
                 target *= factor
-                if not isinstance(tokens, slice):
+                if here is None:
                     dx[tokens] = target
         if dtable is not None and not accumulate:
             dtable.fill(0)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpshard.device.base import Kind
+from mpshard.device.base import Kind, Memory
 from mpshard.device.pool import ALIGNMENT, BufferPool
 
 BLOCK_BYTES = 256 << 10  # of one array of a block
@@ -50,12 +50,10 @@ class NumpyMemory:
     xp: ModuleType = np
 
     def __init__(self, poison: bool = False) -> None:
-        self.memory = BufferPool(poison)
-        self.empty = self.memory.empty
-
-    @property
-    def poison(self) -> bool:
-        return self.memory.poison
+        pool = BufferPool(poison)
+        self.memory: Memory = pool
+        self.poison = poison
+        self.empty = pool.empty
 
     def scratch(self, dtype: Any, *sizes: int) -> list[np.ndarray]:
         """Uninitialised flat arrays of one dtype, cut from one block of the pool, each aligned to a cache line."""
