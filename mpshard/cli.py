@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 import time
 import warnings
@@ -22,6 +23,7 @@ from mpshard.config import ConfigError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+SETTING = re.compile(r"[a-z_]+\.[a-z_]+=", re.IGNORECASE)
 USAGE_STATUS = 2
 INTERRUPTED_STATUS = 130
 BROKEN_PIPE_STATUS = 141
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _main(argv: Sequence[str] | None) -> int:
     try:
-        arguments = parser().parse_args(argv)
+        arguments = parse(argv)
     except Leave as leave:
         if leave.status == 0:
             if launcher.rank() == 0:
@@ -124,6 +126,19 @@ class Parser(argparse.ArgumentParser):
 class Version(argparse.Action):
     def __call__(self, *unused: Any, **options: Any) -> NoReturn:
         raise Leave(0, f"mpshard {__version__}")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a command. Its section.key=value words may stand anywhere; argparse takes a list's words together."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    rest = [word for word in words if not SETTING.match(word)]
+    arguments = parser().parse_args(rest)
+    given = [word for word in words if SETTING.match(word)]
+    if given and not hasattr(arguments, "settings"):
+        raise Leave(USAGE_STATUS, f"this command takes no {given[0].partition('=')[0]}; see mpshard COMMAND --help")
+    if given:
+        arguments.settings = [*arguments.settings, *given]
+    return arguments
 
 
 def parser() -> Parser:
