@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpshard import __version__, launcher
 from mpshard.commands import MODULES, Run
-from mpshard.config import ConfigError
+from mpshard.config import SCHEMA, ConfigError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SETTING = re.compile(r"[a-z_]+\.[a-z_]+=", re.IGNORECASE)
+SETTING = re.compile(rf"({'|'.join(SCHEMA.sections)})\.\w+=")
 USAGE_STATUS = 2
 INTERRUPTED_STATUS = 130
 BROKEN_PIPE_STATUS = 141
