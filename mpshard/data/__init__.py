@@ -17,8 +17,8 @@ from mpshard.data.tokens import Tokens
 from mpshard.families import tokenizer_file
 
 __all__ = [
-    "Batch", "Batches", "ByteTokenizer", "Data", "PackedBatches", "Tokenizer", "Tokens", "load_chat_template", "load_tokenizer", "open_batches",
-    "open_data", "open_tokens",
+    "Batch", "Batches", "ByteTokenizer", "Data", "PackedBatches", "Tokenizer", "Tokens", "load_chat_template", "load_tokenizer",
+    "open_batches", "open_data", "open_tokens",
 ]
 
 
