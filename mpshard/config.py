@@ -97,6 +97,9 @@ class TrainConfig:
     global_batch_size: int = key(16, "sequences of a step, over all ranks", POSITIVE)
     micro_batch_size: int = key(4, "sequences a rank computes at a time", POSITIVE)
     seed: int = key(0, "of the initial weights, the sample order and dropout", COUNT, at_most(2**63 - 1))
+    recompute: int | str = key(
+        "none", "blocks that keep only their input and run forward again in backward: none, block, or every k-th", NOT_EMPTY
+    )
     eval_every: int = key(0, "steps between evaluations; 0 = only at the end", COUNT)
     eval_batches: int = key(0, "micro-batches of an evaluation over all ranks, evenly spread; 0 = all", COUNT)
     log_every: int = key(1, "steps between lines of metrics.jsonl", POSITIVE)
@@ -125,11 +128,42 @@ class OptimConfig:
 class ShardConfig:
     """``[shard]``: who owns what, and how it travels."""
 
-    strategy: Literal["full"] = key("full", "full: parameters, gradients and moments are sharded (ZeRO-3)")
+    strategy: Literal["full", "grad_op", "optim", "none", "hybrid"] = key(
+        "full", "sharded are: full = weights, gradients, moments (ZeRO-3); grad_op = all but weights (ZeRO-2); optim = moments "
+        "(ZeRO-1); none = nothing; hybrid = as full inside mesh.dp_shard ranks, replicated over the others"
+    )
     prefetch: int = key(1, "units gathered ahead of the one that computes", COUNT)
+    reshard_after_forward: bool = key(
+        True, "free a unit after forward; false = keep it until its backward", needs="shard.strategy=full|hybrid"
+    )
+    unit: int | str | tuple[str, ...] = key(
+        "block", 'what is gathered at once: "block", a number of blocks, a size such as "64MB", or a list of name patterns', NOT_EMPTY
+    )
+    accumulate: Literal["auto", "sharded", "unsharded"] = key(
+        "auto", "reduce every micro-batch, or add them up in full gradients and reduce once a step"
+    )
+    deterministic: bool = key(False, "the same bits on 1, 2, 4, 8 ranks; needs a power of two, costs an ordered reduce")
     reduce: Literal["mpi", "alltoall"] = key("mpi", "reduce-scatter by MPI, or all-to-all and a sum in rank order")
     transport: Literal["auto", "mpi", "shm"] = key("auto", "how a unit travels: as messages, or in memory that the ranks of a node share")
     progress: Literal["auto", "poll", "thread"] = key("auto", "who drives MPI while the rank computes")
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """``[precision]``: what weights and gradients are rounded to on their way. Masters and moments are float32; on the
+    CPU products, activations and sums are, too."""
+
+    param: Literal["fp32", "bf16", "fp16"] = key("fp32", "format of gathered weights")
+    gather: Literal["param", "fp8_e4m3"] = key("param", "what gathers send: as param, or 8 bits with a scale for each 128 weights")
+    reduce: Literal["fp32", "bf16", "fp16"] = key("fp32", "format of gradients on their way; their sum is float32")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """``[mesh]``: sizes of the groups of hybrid sharding."""
+
+    dp_shard: int = key(0, "ranks among which a unit is gathered; 0 = those of a node", COUNT, needs="shard.strategy=hybrid")
+    dp_replicate: int = key(0, "groups that hold the same; 0 = as many as there are", COUNT, needs="shard.strategy=hybrid")
 
 
 @dataclass(frozen=True)
@@ -166,6 +200,8 @@ class Config:
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
     shard: ShardConfig = ShardConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
 

@@ -63,34 +63,50 @@ class AdamW:
         self.moments: dict[str, tuple[Array, Array]] = {}
         self.runs: dict[str, list[tuple[slice, bool]]] = {}
         for name, unit in sharded.units.items():
+            if not unit.learns:
+                continue
             first, second = (sharded.device.zeros(unit.shard.size, unit.dtype, Kind.MOMENT) for _ in range(2))
             self.moments[name] = first, second
             self.runs[name] = _runs([(s.offset, s.offset + s.size, decayed[s.name]) for s in unit.segments])
 
     def step(self, output: StepOutput) -> float:
-        """Update every slice with the gradients that `Sharded.step` left. Returns the clipping factor.
+        """Update every slice with the gradients that `Sharded.step` left. Collective. Returns the clipping factor, 0 for a
+        step that was skipped.
 
         The gradients are of the sum of token losses; 1 / (valid tokens of the step) enters here, as one factor.
+        A gradient that is not finite (the verdict is global) changes nothing but the loss scale, where there is one;
+        without one it raises FloatingPointError on every rank.
         """
+        scaler = self.sharded.loss_scale
+        if scaler is not None:
+            scaler.update(output.is_finite)
+        if not output.is_finite:
+            if scaler is None:
+                raise FloatingPointError(f"the gradient norm is {output.grad_norm} (loss {output.loss}); weights are unchanged")
+            return 0.0
         self.steps += 1
         clip = clip_factor(output.grad_norm, self.clip_grad_norm)
-        for name, unit in self.sharded.units.items():
-            first, second = self.moments[name]
+        for name, (first, second) in self.moments.items():
+            unit = self.sharded.units[name]
             for run, decay in self.runs[name]:
                 self.sharded.device.adamw(
                     unit.shard[run], unit.gradient[run], first[run], second[run], lr=self.lr, beta1=self.betas[0],
                     beta2=self.betas[1], eps=self.eps, weight_decay=self.weight_decay if decay else 0.0,
-                    step=self.steps, gradient_scale=clip / output.tokens)
+                    step=self.steps, gradient_scale=clip / output.tokens / output.loss_scale)
+        self.sharded.publish()
         return clip
 
     # -- checkpoints -------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
         """The counters, for `load_state`: numbers that are the same on every rank."""
-        return {"steps": self.steps}
+        scaler = self.sharded.loss_scale
+        return {"steps": self.steps} | ({"loss_scale": scaler.state()} if scaler is not None else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from counters that `state` returned."""
         self.steps = int(state["steps"])
+        if self.sharded.loss_scale is not None and "loss_scale" in state:
+            self.sharded.loss_scale.load_state(state["loss_scale"])
 
     def state_tensors(self, unit: Unit) -> dict[str, Array]:
         """What else a checkpoint must hold, by kind: arrays laid out as the unit's slice, saved as `kind.parameter`."""

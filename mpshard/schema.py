@@ -115,8 +115,9 @@ class Schema:
                 raise ConfigError(f"{full_name}={text} is not valid TOML; quote strings, close what is open") from None
             value = text
         # A key of strings takes what was typed: run.dir=2024 names a directory, not a number.
-        takes_strings = hint is str or str in typing.get_args(hint)
-        return full_name, text if takes_strings and not isinstance(value, (str, list)) else value
+        hints = typing.get_args(hint) or (hint,)
+        as_typed = str in hints and not isinstance(value, (str, list)) and type(value) not in hints
+        return full_name, text if as_typed else value
 
     def checked(self, full_name: str, value: Any) -> Any:
         """`value` as the key's type (a list as a tuple, an int as a float) and in its range, or `ConfigError`."""
@@ -213,9 +214,9 @@ def _convert(value: Any, hint: Any) -> Any:
         nearest = difflib.get_close_matches(value, args, 1)
         raise TypeError(f"is unknown; did you mean {nearest[0]}?" if nearest else f"is unknown; use {_words(hint)}")
     if origin in (types.UnionType, typing.Union):
-        for arg in args:
-            if isinstance(value, (list, tuple)) == (typing.get_origin(arg) is tuple):
-                return _convert(value, arg)
+        fitting = [arg for arg in args if isinstance(value, (list, tuple)) == (typing.get_origin(arg) is tuple)]
+        for arg in fitting if len(fitting) == 1 else [arg for arg in fitting if type(value) is arg]:
+            return _convert(value, arg)
     if origin is tuple and isinstance(value, (list, tuple)):
         element_types = [args[0]] * len(value) if args[1:] == (...,) else list(args)
         if len(element_types) == len(value):

@@ -24,6 +24,7 @@ from mpshard.observe.metrics import MetricsFile, cut_after
 from mpshard.optim import AdamW, learning_rate
 from mpshard.sample import Sampling, generate
 from mpshard.shard import Sharded, StepOutput, shard
+from mpshard.shard.precision import Precision
 from mpshard.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -51,9 +52,11 @@ def build_sharded(config: Config, comm: MPI.Comm) -> Sharded:
         weights = open_on_all(comm, publish.find(Path(c.model.init_from)))
         on_root(comm, lambda: check_weights(weights, model))  # before any memory is taken
     sharded = shard(
-        model, comm, strategy=c.shard.strategy, prefetch=c.shard.prefetch, reduce=c.shard.reduce,
-        transport=c.shard.transport, progress=c.shard.progress, device=c.run.device, seed=c.train.seed,
-        ignore_index=c.data.ignore_index)
+        model, comm, strategy=c.shard.strategy, prefetch=c.shard.prefetch, reshard_after_forward=c.shard.reshard_after_forward,
+        unit=c.shard.unit, accumulate=c.shard.accumulate, deterministic=c.shard.deterministic, dp_shard=c.mesh.dp_shard,
+        dp_replicate=c.mesh.dp_replicate, reduce=c.shard.reduce, transport=c.shard.transport, progress=c.shard.progress,
+        recompute=c.train.recompute, device=c.run.device, seed=c.train.seed, ignore_index=c.data.ignore_index,
+        precision=Precision(c.precision.param, c.precision.gather.removeprefix("param"), c.precision.reduce))
     if weights is not None:
         load_weights(sharded, weights)
     set_blas_threads(sharded.mesh.cores)

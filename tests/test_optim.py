@@ -102,9 +102,11 @@ def rank_of(rank: int, world: int, weights: dict[str, np.ndarray], device: Any) 
             out[s.slice] = values[s.name].ravel()[s.start:s.stop]
         return out
 
-    unit = SimpleNamespace(shard=slices(weights), gradient=np.zeros(layout.shard_size, np.float32), dtype=np.dtype("f4"), segments=segments)
+    unit = SimpleNamespace(shard=slices(weights), gradient=np.zeros(layout.shard_size, np.float32), dtype=np.dtype("f4"), segments=segments,
+                           learns=True)
     parameters = [Parameter(name, shape) for name, shape in SHAPES]
-    return SimpleNamespace(device=device, units={"only": unit}, model=SimpleNamespace(parameters=parameters), slices=slices)
+    return SimpleNamespace(device=device, units={"only": unit}, model=SimpleNamespace(parameters=parameters), slices=slices,
+                           loss_scale=None, publish=lambda: None)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
@@ -126,7 +128,7 @@ def test_slices_updated_apart_are_the_whole_update(world, no_decay):
         unit = sharded.units["only"]
         for gradient, n, norm in zip(gradients, tokens, norms, strict=True):
             unit.gradient[:] = sharded.slices(gradient)
-            assert optim.step(SimpleNamespace(grad_norm=norm, tokens=n)) == clip_factor(norm, limit)
+            assert optim.step(SimpleNamespace(grad_norm=norm, tokens=n, loss_scale=1.0, is_finite=True)) == clip_factor(norm, limit)
         for s in unit.segments:
             np.testing.assert_allclose(unit.shard[s.slice], expected[s.name].ravel()[s.start:s.stop], rtol=2e-5, atol=2e-6)
             seen[s.name][s.start:s.stop] += 1
@@ -145,8 +147,8 @@ def test_a_changed_rate_takes_effect_at_the_next_step():
     optim = AdamW(sharded, lr=0.0, weight_decay=0.0)
     unit = sharded.units["only"]
     unit.gradient[:] = 1
-    optim.step(SimpleNamespace(grad_norm=1.0, tokens=1))
+    optim.step(SimpleNamespace(grad_norm=1.0, tokens=1, loss_scale=1.0, is_finite=True))
     assert (unit.shard[unit.segments[0].slice] == 1).all()
     optim.lr = 0.5
-    optim.step(SimpleNamespace(grad_norm=1.0, tokens=1))
+    optim.step(SimpleNamespace(grad_norm=1.0, tokens=1, loss_scale=1.0, is_finite=True))
     np.testing.assert_allclose(unit.shard[unit.segments[0].slice], 0.5, rtol=1e-5)  # a constant gradient: steps of lr

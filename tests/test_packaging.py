@@ -52,4 +52,4 @@ assert callable(mps.shard) and mps.shard.layout and mps.Sharded is Sharded"""
     env = clean_env({"PYTHONPATH": str(ROOT)})
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "strategy='nonsense'" in done.stdout
+    assert 'strategy="nonsense"' in done.stdout

@@ -190,7 +190,7 @@ def attention_backward(tape: Tape, dy: Array, qkv: Tensor, y: Array, lse: Array,
 # -- residual stream -------------------------------------------------------------------------
 def dropout(tape: Tape, x: Tensor, probability: float) -> Tensor:
     """Zero elements with `probability`, scale the rest; nothing is kept, backward draws the same mask again."""
-    if probability == 0.0 or not tape.recording:
+    if probability == 0.0 or not tape.training:
         return x
     key = tape.random_key()
     return tape.record(tape.device.dropout(x.data, probability, key), dropout_backward, x, probability, key)
@@ -208,7 +208,7 @@ def residual(tape: Tape, x: Tensor, branch: Tensor, probability: float = 0.0) ->
     else:
         y = branch.data
     key = None
-    if probability > 0.0 and tape.recording:
+    if probability > 0.0 and tape.training:
         key = tape.random_key()
         tape.device.dropout(y, probability, key, out=y)
     tape.device.add(y, x.data)

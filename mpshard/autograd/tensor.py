@@ -46,6 +46,7 @@ class Parameter:
     def __init__(self, name: str, shape: tuple[int, ...], init: Any = None, parts: Sequence[Parameter] = ()) -> None:
         self.name, self.shape, self.init, self.parts = name, tuple(shape), init, tuple(parts)
         self.trainable = True
+        self.apart = False  # fused: its parts are not neighbours (some frozen), so it cannot be read as one
         self._data: Array | None = None
         self.grad: Array | None = None
         self.grad_started = False  # False: the gradient buffer still holds an older unit's numbers
@@ -97,14 +98,15 @@ class Tape:
     Parameters
     ----------
     device: does the arithmetic.
-    recording: False for evaluation: nothing is kept.
+    recording: keep what backward needs.
+    training: dropout is active.
     key: what randomness depends on, (seed, step, global micro-batch, module); each random operation adds its number.
     after_op: called after every operation in both directions; the engine makes MPI progress there.
     """
 
-    def __init__(self, device: Device, recording: bool = True, key: tuple[Any, ...] = (),
+    def __init__(self, device: Device, recording: bool = True, training: bool = True, key: tuple[Any, ...] = (),
                  after_op: Callable[[], None] | None = None) -> None:
-        self.device, self.recording, self.key = device, recording, key
+        self.device, self.recording, self.training, self.key = device, recording, training, key
         self.after_op = after_op or (lambda: None)
         self.entries: list[tuple[Rule, Tensor, tuple[Any, ...]]] = []
         self.random_ops = 0

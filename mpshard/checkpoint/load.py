@@ -87,6 +87,7 @@ def load_weights(sharded: Sharded, store: Store) -> None:
     pieces = [Piece(names[s.name], s.start, s.stop, unit.shard[s.slice])
               for unit in sharded.units.values() for s in unit.segments]
     read_pieces(sharded, store, store.weights, pieces)
+    sharded.publish()
 
 
 def load_training(sharded: Sharded, optim: AdamW, store: Store) -> State:
@@ -100,10 +101,11 @@ def load_training(sharded: Sharded, optim: AdamW, store: Store) -> State:
     found = store.optimizer
     units = list(sharded.units.values())
     exact = {unit.name: not any(f"{MASTER}.{place.name}" in found for place in unit.layout.placements) for unit in units}
-    mine = optimizer_pieces(units, optim, exact)
+    mine = optimizer_pieces(units, optim, exact, saving=False)
     shapes = {name: shape for of_rank in sharded.mesh.comm.allgather([spec for _, spec, _ in mine]) for name, _, shape in of_rank}
     check_tensors(store, shapes, found)
     read_pieces(sharded, store, found, [piece for _, _, piece in mine])
+    sharded.publish()
     optim.load_state(store.state.optimizer)
     sharded.steps = store.state.random["step"]
     return store.state

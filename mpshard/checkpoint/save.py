@@ -65,7 +65,7 @@ def content_of(sharded: Sharded, optim: AdamW | None, state: State, *, dtype: st
     home = {spec[0]: file for file, specs in files.items() for spec in specs}
     pieces: dict[str, list[Piece]] = {file: [] for file in files}
     for unit in units:
-        for s in unit.segments:
+        for s in unit.owned:
             pieces[home[s.name]].append(Piece(s.name, s.start, s.stop, unit.shard[s.slice]))
     specs: dict[str, Sequence[Spec]] = dict(files)
     if optim is not None:
@@ -80,19 +80,21 @@ def content_of(sharded: Sharded, optim: AdamW | None, state: State, *, dtype: st
     return Content(state, specs, pieces, texts | dict(tokenizer or {}))
 
 
-def optimizer_pieces(units: Sequence[Unit], optim: AdamW, exact: Mapping[str, bool]) -> list[tuple[tuple[int, int, int], Spec, Piece]]:
+def optimizer_pieces(units: Sequence[Unit], optim: AdamW, exact: Mapping[str, bool],
+                     saving: bool) -> list[tuple[tuple[int, int, int], Spec, Piece]]:
     """This rank's part of optimizer.safetensors: (place in the file's order, tensor, piece).
 
+    saving: only what this rank writes; else all that it holds, which is more where ranks hold the same.
     exact: units whose weights the model's files hold as they are; of the others the masters go here.
     """
     found = []
     for u, unit in enumerate(units):
-        kinds = dict(optim.state_tensors(unit))
+        kinds = dict(optim.state_tensors(unit)) if unit.learns else {}
         if not exact[unit.name]:
             kinds[MASTER] = unit.shard
         places = {place.name: (p, place.shape) for p, place in enumerate(unit.layout.placements)}
         for k, (kind, array) in enumerate(kinds.items()):
-            for s in unit.segments:
+            for s in unit.owned if saving else unit.segments:
                 p, shape = places[s.name]
                 name = f"{kind}.{s.name}"
                 found.append(((u, k, p), (name, code_of(array.dtype), shape), Piece(name, s.start, s.stop, array[s.slice])))
@@ -101,7 +103,7 @@ def optimizer_pieces(units: Sequence[Unit], optim: AdamW, exact: Mapping[str, bo
 
 def _of_optimizer(sharded: Sharded, optim: AdamW, exact: Mapping[str, bool]) -> tuple[list[Spec], list[Piece]]:
     """The tensors of optimizer.safetensors, agreed between the ranks, and this rank's pieces. Collective."""
-    mine = optimizer_pieces(list(sharded.units.values()), optim, exact)
+    mine = optimizer_pieces(list(sharded.units.values()), optim, exact, saving=True)
     everywhere = sharded.mesh.comm.allgather([(order, spec) for order, spec, _ in mine])
     specs = dict(entry for of_rank in everywhere for entry in of_rank)
     return [spec for _, spec in sorted(specs.items())], [piece for _, _, piece in mine]

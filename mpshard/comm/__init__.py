@@ -7,4 +7,13 @@ from mpi4py import MPI
 
 world = MPI.COMM_WORLD
 
-__all__ = ["world"]
+
+def ranks_on_node(comm: MPI.Comm) -> int:
+    """How many ranks of `comm` share this rank's memory. Collective."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    size = node.size
+    node.Free()
+    return size
+
+
+__all__ = ["ranks_on_node", "world"]

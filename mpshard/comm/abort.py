@@ -106,6 +106,8 @@ def _watch_signals(comm: MPI.Comm) -> None:
     def watch() -> None:
         while (number := os.read(read, 1)[0]) not in ending:
             pass
+        if number == signal.SIGTERM:  # most often the launcher's, which is ending us and need not be told why
+            time.sleep(2)
         stop(comm, ending[signal.Signals(number)], 128 + number)
 
     threading.Thread(target=watch, name="mpshard-signals", daemon=True).start()

@@ -224,6 +224,17 @@ def all_to_all(comm: MPI.Comm, send: Array, recv: Array) -> Operation:
     yield comm.Ialltoall(message(send, comm.size), message(recv, comm.size))
 
 
+def sum_everywhere(comm: MPI.Comm, send: Array, recv: Array) -> Operation:
+    """The sum over ranks of send (n,) to recv (n,) on every rank, in an order MPI chooses. Section 6.9.1."""
+    yield comm.Iallreduce(send, recv, op=MPI.SUM)
+
+
+def nothing() -> Operation:
+    """Complete at once."""
+    return
+    yield  # makes it a generator
+
+
 def all_reduce(comm: MPI.Comm, values: np.ndarray) -> np.ndarray:
     """The element-wise sum over ranks of a small host array; blocking. Every rank gets the same bits."""
     out = np.empty_like(values)

@@ -31,6 +31,7 @@ from mpshard.device.base import Array, Device, Kind
 
 CHUNK = 64 << 20  # bytes of a window: windows are costly, so stores share them; untouched pages cost nothing
 ALIGN = 4096  # bytes
+BLOCK = 1 << 16  # elements
 COUNTERS = 4096  # a rank: two a slot, one a store
 
 
@@ -184,10 +185,22 @@ class SharedTransport:
             slot.done.advance()
 
     # -- reduce ------------------------------------------------------------------------------
-    def reduce(self, slot: Slot, size: int, out: Array, accumulate: bool) -> Pending:
-        self.bytes_reduced += out.nbytes * (self.comm.size - 1)
+    def reduce(self, slot: Slot, size: int, out: Array, accumulate: bool, travels_as: Any = None) -> Pending:
+        width = out.itemsize
+        if travels_as is not None and np.dtype(travels_as) != slot.array.dtype:
+            self._round(slot.array[:size], travels_as)
+            width = np.dtype(travels_as).itemsize
+        self.bytes_reduced += out.size * width * (self.comm.size - 1)
         step = self._sum_here if self.nodes == 1 else self._sum_across
         return self.progress.start(Pending(step(slot, out, accumulate), out), lane="reduce")
+
+    def _round(self, values: Array, dtype: Any) -> None:
+        """Round in place: nothing travels, but the sum must not depend on the transport."""
+        for start in range(0, values.size, BLOCK):
+            block = values[start:start + BLOCK]
+            short = self.device.empty(block.size, dtype, Kind.STAGING)
+            self.device.cast(block, short)
+            self.device.cast(short, block)
 
     def _sum_here(self, slot: SharedSlot, out: Array, accumulate: bool) -> Operation:
         yield slot.ready.reached(slot.ready.advance())
@@ -211,14 +224,19 @@ class SharedTransport:
         self.device.ordered_sum([buffer[first:first + out.size] for buffer in slot.neighbours], out, accumulate)
 
 
-def fits(comm: MPI.Comm, node: MPI.Comm, nbytes: int) -> str | None:
-    """Why shared memory cannot carry the model, or None if it can. nbytes: what a node must hold. Collective."""
-    consecutive = comm.rank // node.size * node.size + node.rank == comm.rank
-    sizes = comm.allgather((node.size, consecutive))
-    if len({size for size, _ in sizes}) > 1 or not all(good for _, good in sizes):
+def fits(comm: MPI.Comm, ranks_on_node: int, nbytes: int) -> str | None:
+    """Why shared memory cannot carry the model among `comm`, or None if it can.
+
+    ranks_on_node: as this rank sees it. nbytes: what a node must hold. Collective.
+    """
+    shared = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+    first = comm.rank - comm.rank % ranks_on_node
+    inside = shared.allgather(comm.rank)
+    shared.Free()
+    together = all(rank in inside for rank in range(first, first + ranks_on_node))
+    sizes = comm.allgather((ranks_on_node, together))
+    if len({size for size, _ in sizes}) > 1 or not all(good for _, good in sizes) or comm.size % ranks_on_node:
         return "nodes hold different numbers of ranks, or ranks are not consecutive on them"
-    if node.size == 1 and comm.size > 1:
-        return "no two ranks share a node"
     status = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     free = comm.allreduce(status.f_bavail * status.f_frsize if status else 0, op=MPI.MIN)
     if free < nbytes * 1.05 + CHUNK:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 from mpi4py import MPI
 
 from mpshard.comm import collectives
-from mpshard.comm.collectives import Pending, Progress
+from mpshard.comm.collectives import Operation, Pending, Progress
 from mpshard.device.base import Array, Device, Kind
 
 
@@ -61,9 +62,12 @@ class Transport(Protocol):
     def release(self, slot: Slot | None) -> None:
         """This rank no longer reads what it gathered into the slot."""
 
-    def reduce(self, slot: Slot, size: int, out: Array, accumulate: bool) -> Pending:
+    def reduce(self, slot: Slot, size: int, out: Array, accumulate: bool, travels_as: Any = None) -> Pending:
         """Start summing the slot's first `size` elements over ranks; `wait` has put this rank's slice of the sum
-        into out (m,), or added it."""
+        into out (m,), or added it.
+
+        travels_as: a shorter type that each addend is rounded to (the slot's content may be, too); None: as it is.
+        """
 
 
 class MessageTransport:
@@ -95,10 +99,14 @@ class MessageTransport:
     def release(self, slot: Slot | None) -> None:
         pass
 
-    def reduce(self, slot: Slot, size: int, out: Array, accumulate: bool) -> Pending:
+    def reduce(self, slot: Slot, size: int, out: Array, accumulate: bool, travels_as: Any = None) -> Pending:
         full, device, world = slot.array[:size], self.device, self.comm.size
-        self.bytes_reduced += full.nbytes - out.nbytes
-        if self.ordered or out.size > collectives.COUNT_LIMIT:
+        rounded = travels_as is not None and np.dtype(travels_as) != full.dtype
+        if rounded:
+            full = device.empty(size, travels_as, Kind.STAGING)
+            device.cast(slot.array[:size], full)
+        self.bytes_reduced += full.nbytes // world * (world - 1)
+        if self.ordered or rounded or out.size > collectives.COUNT_LIMIT:
             parts = device.empty(size, full.dtype, Kind.STAGING)
             return self.progress.start(Pending(
                 collectives.all_to_all(self.comm, full, parts), out,
@@ -108,3 +116,56 @@ class MessageTransport:
         summed = device.empty(out.size, out.dtype, Kind.STAGING)
         return self.progress.start(Pending(
             collectives.reduce_scatter(self.comm, full, summed), out, then=lambda: device.add(out, summed)))
+
+
+class ReplicaTransport:
+    """Nothing is sharded: every rank holds all weights, and gradients are summed everywhere.
+
+    ordered: the sum is made slice by slice in rank order (an all-to-all, a local sum, an all-gather) instead of by MPI.
+    bytes_reduced counts what a ring all-reduce sends: 2 (world - 1) / world of the gradient.
+    """
+
+    name = "replicas"
+    in_place = True
+
+    def __init__(self, comm: MPI.Comm, device: Device, progress: Progress, ordered: bool = False) -> None:
+        self.comm, self.device, self.progress, self.ordered = comm.Dup(), device, progress, ordered
+        self.bytes_gathered = self.bytes_reduced = 0
+
+    def store(self, size: int, dtype: Any, kind: Kind) -> Store:
+        return Store(self.device.zeros(size, dtype, kind))
+
+    def slot(self, size: int, dtype: Any, kind: Kind) -> Slot:
+        return Slot(self.device.empty(size, dtype, kind))
+
+    def gather(self, store: Store, slot: Slot | None) -> Pending:
+        return self.progress.start(Pending(collectives.nothing(), store.local))
+
+    def release(self, slot: Slot | None) -> None:
+        pass
+
+    def reduce(self, slot: Slot, size: int, out: Array, accumulate: bool, travels_as: Any = None) -> Pending:
+        full, device, world = slot.array[:size], self.device, self.comm.size
+        travels_as = full.dtype if travels_as is None else np.dtype(travels_as)
+        rounded = travels_as != full.dtype
+        share = -(-size // world)  # the sum is made in equal shares; the last ones may reach into padding
+        self.bytes_reduced += 2 * (world - 1) * (size * travels_as.itemsize // world)
+        summed = device.empty(share * world, full.dtype, Kind.STAGING)
+        if self.ordered or rounded:
+            send = device.zeros(share * world, travels_as, Kind.STAGING)
+            device.cast(full, send[:size])
+            parts = device.empty(share * world, travels_as, Kind.STAGING)
+            operation = self._sum_in_shares(send, parts, summed)
+        else:
+            operation = collectives.sum_everywhere(self.comm, full, summed[:size])
+
+        def then() -> None:
+            device.add(out, summed[:size]) if accumulate else device.cast(summed[:size], out)
+
+        return self.progress.start(Pending(operation, out, then), lane="reduce")
+
+    def _sum_in_shares(self, send: Array, parts: Array, summed: Array) -> Operation:
+        yield from collectives.all_to_all(self.comm, send, parts)
+        own = self.device.empty(parts.size // self.comm.size, summed.dtype, Kind.STAGING)
+        self.device.ordered_sum(parts.reshape(self.comm.size, -1), own, False)
+        yield from collectives.all_gather(self.comm, own, summed)

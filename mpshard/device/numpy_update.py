@@ -69,7 +69,8 @@ class UpdateKernels(NumpyMemory):
         elif x.dtype == BF16 and out.dtype == np.float32:
             np.left_shift(x.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
         else:
-            np.copyto(out, x, casting="unsafe")
+            with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, and is looked for
+                np.copyto(out, x, casting="unsafe")
 
 
 def _tree_sum(parts: Sequence[np.ndarray], block: slice, scratch: np.ndarray) -> np.ndarray:

@@ -2,73 +2,101 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mpshard import comm as communication
 from mpshard.comm import shared
 from mpshard.comm.agree import agree
 from mpshard.comm.collectives import progress_for
 from mpshard.comm.mesh import Mesh
-from mpshard.comm.transport import MessageTransport, Transport
+from mpshard.comm.transport import MessageTransport, ReplicaTransport, Transport
 from mpshard.config import ConfigError
 from mpshard.device import open_device
 from mpshard.device.base import Device
 from mpshard.nn.module import Model
+from mpshard.shard.options import Options
+from mpshard.shard.precision import DTYPES, Precision
 from mpshard.shard.sharded import Sharded
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full", prefetch: int = 1, reduce: str = "mpi",
-          transport: str = "auto", progress: str = "auto", device: Device | str = "numpy", seed: int = 0,
-          dtype: Any = "float32", ignore_index: int = -100, ranks_on_node: int = 0) -> Sharded:
+def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full", prefetch: int = 1,
+          reshard_after_forward: bool = True, unit: str | int | Sequence[str] = "block", accumulate: str = "auto",
+          deterministic: bool = False, dp_shard: int = 0, dp_replicate: int = 0, reduce: str = "mpi",
+          transport: str = "auto", progress: str = "auto", recompute: str | int = "none", precision: Precision | None = None,
+          device: Device | str = "numpy", seed: int = 0, ignore_index: int = -100, ranks_on_node: int = 0) -> Sharded:
     """Cut a model into units over the ranks of `comm` and give each rank its slice, filled with initial values.
 
     Parameters
     ----------
     model: shapes only, from `mpshard.models`.
     comm: default COMM_WORLD. Collective over it.
-    strategy: "full", ZeRO-3: weights, gradients and moments are sharded.
+    strategy: what is sharded. "full": weights, gradients and moments (ZeRO-3). "grad_op": weights stay full through the step
+        (ZeRO-2). "optim": gradients too, and are reduced once a step (ZeRO-1). "none": nothing; gradients are summed
+        everywhere. "hybrid": as full inside groups of dp_shard ranks, replicated over dp_replicate groups; each replica
+        owns, sums and updates a part of the group's slice. Rajbhandari et al. 2019 (arXiv:1910.02054).
     prefetch: how many stages ahead of the compute a gather is started, in both directions.
-    reduce: of messages: "mpi", MPI's reduce-scatter; "alltoall", an all-to-all and a local sum in rank order.
+    reshard_after_forward: False keeps units full from forward to backward.
+    unit: what is gathered at once: "block", a number of blocks, a size ("64MB"), or a list of name patterns.
+    accumulate: add up micro-batches "sharded" (each is reduced), "unsharded" (in full buffers, reduced once), or "auto".
+    deterministic: sums in one fixed tree, so that 1, 2, 4, 8 ranks, any prefetch, unit size, transport and strategy but
+        hybrid give the same bits. Asks for a power of two ranks, the same machine and number of BLAS threads; costs
+        log2(micro-batches) more gradient slices, an ordered reduce of every micro-batch, and an exact norm.
+    dp_shard, dp_replicate: sizes for hybrid; 0: the ranks of a node, and as many groups as there are.
+    reduce: of messages: "mpi", MPI's reduce-scatter; "alltoall", an all-to-all and a local sum in a fixed order.
     transport: "mpi", plain messages; "shm", memory that the ranks of a node share; "auto", shm where it can be had.
-    progress: "poll" between kernels; "thread": one that runs the communication, for ranks with a core to spare;
-        "auto" chooses.
+    progress: "poll" between kernels; "thread": one that runs the communication, for ranks with a core to spare; "auto".
+    recompute: "none"; "block": blocks keep only their input and run forward again in backward; k: every k-th block does.
+    precision: formats of gathered weights, travelling gradients and masters; default fp32 throughout.
     device: "numpy", or a Device.
     seed: with parameter names, decides initial values and dropout masks.
-    dtype: of weights, gradients and arithmetic.
     ignore_index: the target that means "nothing to learn here".
     ranks_on_node: 0, what MPI says; a divisor of it cuts a node into several, for tests.
 
     Raises
     ------
-    ConfigError, on every rank, for a choice that is not known or cannot be had here.
+    ConfigError, on every rank, for a choice that is not known, cannot be combined or cannot be had here.
     """
-    _one_of("strategy", strategy, ("full",))
-    _one_of("reduce", reduce, ("mpi", "alltoall"))
-    _one_of("transport", transport, ("auto", "mpi", "shm"))
-    if prefetch < 0:
-        raise ConfigError(f"shard.prefetch={prefetch} must be 0 or more")
-    mesh = Mesh(communication.world if comm is None else comm)
+    options = Options(strategy, prefetch, reshard_after_forward, unit, accumulate, deterministic, dp_shard, dp_replicate,
+                      reduce, transport, progress, recompute, precision or Precision())
+    comm = communication.world if comm is None else comm
+    mesh = Mesh(comm, _group_size(options, comm, ranks_on_node))
+    if deterministic and mesh.world & (mesh.world - 1):
+        raise ConfigError(f"shard.deterministic=true needs a power of two ranks, not {mesh.world}")
     opened = agree(mesh.comm, lambda: open_device(device)) if isinstance(device, str) else device
     mover = progress_for(progress, mesh.cores, mesh.world)
-    carrier: Transport
-    node = ranks_on_node or mesh.ranks_on_node
-    # Of shared memory a node needs the whole model once, and each rank's gradient buffers, of which the largest
-    # unit counts; twice the model is more than that unless one unit is nearly all of it.
-    problem = shared.fits(mesh.comm, mesh.node, 2 * model.size * np.dtype(dtype).itemsize)
-    if transport == "shm" and problem is not None:
-        raise ConfigError(f"shard.transport=shm cannot be used: {problem}; use shard.transport=mpi")
-    if transport != "mpi" and problem is None:
-        carrier = shared.SharedTransport(mesh.comm, node, opened, mover)
-    else:
-        carrier = MessageTransport(mesh.comm, opened, mover, ordered=reduce == "alltoall")
-    return Sharded(model, mesh, opened, carrier, mover, prefetch=prefetch, seed=seed, dtype=dtype, ignore_index=ignore_index)
+    carrier = _transport(options, model, mesh, ranks_on_node or mesh.ranks_on_node, opened, mover)
+    return Sharded(model, mesh, opened, carrier, mover, options, seed=seed, ignore_index=ignore_index)
 
 
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"shard.{name}={value!r} is not known; use {' or '.join(known)}")
+def _group_size(options: Options, comm: MPI.Comm, ranks_on_node: int) -> int:
+    """Ranks among which a unit is gathered; 0: all."""
+    if options.strategy != "hybrid":
+        return 0
+    size, groups = options.dp_shard, options.dp_replicate
+    if not size:
+        size = comm.size // groups if groups else ranks_on_node or communication.ranks_on_node(comm)
+    groups = groups or comm.size // size
+    if size * groups != comm.size:
+        raise ConfigError(f"mesh.dp_shard x mesh.dp_replicate = {size} x {groups} = {size * groups} "
+                          f"is not the number of ranks, {comm.size}")
+    return size
+
+
+def _transport(options: Options, model: Model, mesh: Mesh, node: int, device: Device, progress: object) -> Transport:
+    ordered = options.reduce == "alltoall" or options.deterministic
+    if options.replicated:
+        return ReplicaTransport(mesh.comm, device, progress, ordered)
+    apart = options.transport == "auto" and node == 1 and mesh.group.size > 1
+    if options.transport != "mpi" and not apart:
+        # Of shared memory a node needs the whole model once, and each rank's gradient buffers, of which the largest
+        # unit counts; twice the model is more than that unless one unit is nearly all of it.
+        problem = shared.fits(mesh.group, min(node, mesh.group.size), 2 * model.size * DTYPES[options.precision.master].itemsize)
+        if problem is None:
+            return shared.SharedTransport(mesh.group, min(node, mesh.group.size), device, progress)
+        if options.transport == "shm":
+            raise ConfigError(f"shard.transport=shm cannot be used: {problem}; use shard.transport=mpi")
+    return MessageTransport(mesh.group, device, progress, ordered)

@@ -93,12 +93,19 @@ class Engine:
         self.stages, self.units = {stage.name: stage for stage in stages}, units
         self.device, self.transport, self.poll = device, transport, poll
         self.observer: Observer | None = None
-        dtype = next(iter(units.values())).dtype
-        self.full = Buffers(lambda size: transport.slot(size, dtype, Kind.GATHERED))
+        unit = next(iter(units.values()))
+        dtype, self.wire, self.encoded = unit.dtype, unit.wire, not unit.travels_as_it_is
+        # Gathered units: what computes and, if weights travel in another format, what has arrived. Neither is needed
+        # where a unit can be read as it lies.
+        self.full = Buffers(lambda size: transport.slot(size, dtype, Kind.GATHERED) if not self.encoded
+                            else Slot(device.empty(size, dtype, Kind.GATHERED)))
+        self.words = Buffers(lambda size: transport.slot(size, self.wire.dtype, Kind.GATHERED))
         self.full_gradients = Buffers(lambda size: transport.slot(size, dtype, Kind.FULL_GRADIENT))
         self.handlers: dict[type, Callable[..., None]] = {
             Gather: self._gather, Forward: self._forward, Free: self._free, Backward: self._backward,
-            Reduce: self._reduce, Finish: self._finish, Step: lambda instruction: None}
+            Reduce: self._reduce, Finish: self._finish, Step: self._step}
+        self.recomputed: frozenset[str] = frozenset()  # stages that keep only their input, and run forward twice
+        self.loss_scale = 1.0
 
     def watch(self, observer: Observer | None) -> None:
         """Tell `observer` of what happens from now on; None: nobody."""
@@ -124,8 +131,11 @@ class Engine:
         self.tapes: dict[tuple[str, int], tuple[Tape, Tensor | None, Tensor]] = {}  # (stage, micro-batch): tape, input, output
         self.stream: dict[int, Tensor] = {}  # what flows between stages: activations forward, then gradients backward
         self.outputs: list[Tensor] = []
-        self.full_of = [] if self.transport.in_place else self.full.fit(prepared.full.sizes)
+        in_place = self.transport.in_place
+        self.full_of = self.full.fit(prepared.full.sizes) if self.encoded or not in_place else []
+        self.words_of = self.words.fit(self._words(prepared.full.sizes)) if self.encoded and not in_place else []
         self.gradient_of = self.full_gradients.fit(prepared.gradients.sizes)
+        self.last_finish = {i.unit: index for index, i in enumerate(prepared.program) if isinstance(i, Finish)}
         gathered, reduced = self.transport.bytes_gathered, self.transport.bytes_reduced
         for self.index, instruction in enumerate(prepared.program):
             start = time.perf_counter()
@@ -138,8 +148,14 @@ class Engine:
         return self.outputs, self.counters
 
     def _gather(self, instruction: Gather) -> None:
-        slot = self.full_of[self.prepared.full.taken[self.index]] if self.full_of else None
-        self.units[instruction.unit].start_gather(slot)
+        number = self.prepared.full.taken[self.index]
+        self.units[instruction.unit].start_gather(self.full_of[number] if self.full_of else None,
+                                                  self.words_of[number] if self.words_of else None)
+
+    def _words(self, sizes: Sequence[int]) -> list[int]:
+        """How many words of the travelling format slots of `sizes` elements need: the slices' words, end to end."""
+        slices = next(iter(self.units.values())).layout.world
+        return [self.wire.size(size // slices) * slices for size in sizes]
 
     def _wait_for(self, units: Sequence[str]) -> float:
         waited_here = 0.0
@@ -154,33 +170,41 @@ class Engine:
         start = time.perf_counter()
         name, mb = instruction.stage, instruction.micro_batch
         waited = self._wait_for(self.stages[name].reads)
-        tape = Tape(self.device, bool(self.keys), (*self.keys[mb], name) if self.keys else (), self.poll)
+        tape = self._tape(name, mb, recording=bool(self.keys) and name not in self.recomputed)
         x = self.stream.pop(mb, None)
         if x is not None:
             x = Tensor(x.data)
         y = self.modules[name].forward(tape, x, self.batches[mb])
-        if tape.recording:
-            self.tapes[name, mb] = tape, x, y
+        if self.keys:
+            self.tapes[name, mb] = tape, x, y if tape.recording else None
         if name == self.order[-1]:
             self.outputs.append(y)
         else:
             self.stream[mb] = y
         self.counters.forward_s += time.perf_counter() - start - waited
 
+    def _tape(self, name: str, mb: int, recording: bool) -> Tape:
+        key = (*self.keys[mb], name) if self.keys else ()
+        return Tape(self.device, recording, bool(self.keys), key, self.poll)
+
     def _backward(self, instruction: Backward) -> None:
         start = time.perf_counter()
         name, mb = instruction.stage, instruction.micro_batch
         waited = self._wait_for(self.stages[name].backward_reads)
         for unit in self.stages[name].gradients:
-            if not self.units[unit].gradient_is_open:
+            if not self.units[unit].gradients.is_open:
                 slot = self.gradient_of[self.prepared.gradients.taken[unit, mb]]
-                waited_for_slot = self.units[unit].open_gradient(slot)
+                waited_for_slot = self.units[unit].gradients.open(slot)
                 self.counters.reduce_wait_s += waited_for_slot
                 waited += waited_for_slot
         tape, x, y = self.tapes.pop((name, mb))
-        # The gradient of the sum of token losses is 1: nothing is divided here, the optimizer divides once by
-        # the step's valid tokens, so accumulation, padding and world size drop out.
-        tape.backward(y, 1.0 if isinstance(y, Loss) else self.stream.pop(mb).grad)
+        if name in self.recomputed:  # forward again, this time recorded; the tape draws the same random numbers
+            tape = self._tape(name, mb, recording=True)
+            y = self.modules[name].forward(tape, x, self.batches[mb])
+        # The gradient of the sum of token losses is 1 (times a scale that keeps 16-bit gradients off zero): nothing is
+        # divided here, the optimizer divides once by the step's valid tokens, so accumulation, padding and world size
+        # drop out.
+        tape.backward(y, self.loss_scale if isinstance(y, Loss) else self.stream.pop(mb).grad)
         if x is not None:
             x.data = None
             self.stream[mb] = x
@@ -190,9 +214,18 @@ class Engine:
         self.units[instruction.unit].free()
 
     def _reduce(self, instruction: Reduce) -> None:
-        self.units[instruction.unit].start_reduce()
+        self.units[instruction.unit].gradients.start_reduce()
 
     def _finish(self, instruction: Finish) -> None:
-        waited, in_flight = self.units[instruction.unit].finish_reduce()
+        gradients = self.units[instruction.unit].gradients
+        waited, in_flight = gradients.finish()
         self.counters.reduce_wait_s += waited
         self.counters.in_flight_s += in_flight
+        if self.index == self.last_finish[instruction.unit]:
+            gradients.start_settle()
+
+    def _step(self, instruction: Step) -> None:
+        """The gradients are complete after this; the optimizer runs outside, on the slices."""
+        for unit in self.units.values():
+            if unit.learns:
+                self.counters.reduce_wait_s += unit.gradients.settle()

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-from mpshard.nn.module import Model
+from enum import Enum, auto
 
 
 @dataclass(frozen=True)
@@ -83,23 +82,27 @@ class Stage:
     gradients: tuple[str, ...]
 
 
-def stages_of(model: Model) -> list[Stage]:
-    """What the schedule must know of a model: a pure function of its modules."""
-    owner: Mapping[str, str] = {p.name: module.name for module in model.modules for p in module.parameters}
-    stages = []
-    for module in model.modules:
-        units = tuple(dict.fromkeys([*(owner[p.name] for p in module.borrowed), module.name]))
-        stages.append(Stage(module.name, units, units if module.backward_reads_weights else (), units))
-    return stages
+class Stay(Enum):
+    """How long a gathered unit stays full at the longest, even though freeing it would save memory."""
+
+    USE = auto()  # ZeRO-3: freed after each use
+    MICRO_BATCH = auto()  # kept from forward to backward
+    STEP = auto()  # ZeRO-2 and below: gathered once a step
 
 
-def training_program(stages: Sequence[Stage], micro_batches: int, prefetch: int) -> Program:
-    """Full sharding (ZeRO-3): gathers `prefetch` stages ahead in both directions, one reduce in flight behind the compute."""
+def training_program(stages: Sequence[Stage], micro_batches: int, prefetch: int, stay: Stay = Stay.USE,
+                     reduce_once: bool = False) -> Program:
+    """The instructions of a step.
+
+    prefetch: how many stages ahead of its use a gather is started, in both directions. One reduce is in flight behind
+    the compute. stay: see `Stay`. reduce_once: add up the micro-batches in the full gradient, which then stays, and
+    reduce it after the last; else every micro-batch's gradient is reduced and added to the slice.
+    """
     uses: list[Forward | Backward] = []
     for mb in range(micro_batches):
         uses += [Forward(stage.name, mb) for stage in stages]
         uses += [Backward(stage.name, mb) for stage in reversed(stages)]
-    return _schedule(stages, uses, prefetch) + (Step(),)
+    return _schedule(stages, uses, prefetch, stay, reduce_once) + (Step(),)
 
 
 def forward_program(stages: Sequence[Stage], prefetch: int) -> Program:
@@ -107,11 +110,12 @@ def forward_program(stages: Sequence[Stage], prefetch: int) -> Program:
     return _schedule(stages, [Forward(stage.name, 0) for stage in stages], prefetch)
 
 
-def _schedule(stages: Sequence[Stage], uses: Sequence[Forward | Backward], prefetch: int) -> Program:
+def _schedule(stages: Sequence[Stage], uses: Sequence[Forward | Backward], prefetch: int, stay: Stay = Stay.USE,
+              reduce_once: bool = False) -> Program:
     by_name = {stage.name: stage for stage in stages}
     reads = [by_name[u.stage].reads if isinstance(u, Forward) else by_name[u.stage].backward_reads for u in uses]
-    gathers, frees = _residencies(reads, prefetch)
-    opens, last_gradient = _gradient_spans(by_name, uses)
+    gathers, frees = _residencies(reads, [use.micro_batch for use in uses], prefetch, stay)
+    opens, last_gradient = _gradient_spans(by_name, uses, reduce_once)
 
     program: list[Instruction] = []
     in_flight: list[Reduce] = []
@@ -130,7 +134,8 @@ def _schedule(stages: Sequence[Stage], uses: Sequence[Forward | Backward], prefe
     return tuple(program)
 
 
-def _residencies(reads: Sequence[Sequence[str]], prefetch: int) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+def _residencies(reads: Sequence[Sequence[str]], micro_batch: Sequence[int],
+                 prefetch: int, stay: Stay) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
     """When to gather and when to free: {use before which: units}, {use after which: units}."""
     gathers: dict[int, list[str]] = {}
     frees: dict[int, list[str]] = {}
@@ -141,8 +146,10 @@ def _residencies(reads: Sequence[Sequence[str]], prefetch: int) -> tuple[dict[in
     for unit, (first, *later) in times.items():
         start, last = max(0, first - prefetch), first
         for now in [*later, None]:
-            if now is not None and now - prefetch <= last + 1:
-                last = now  # its next gather would start the moment it is freed: keep it
+            # Keep it where its next gather would start the moment it is freed, and as long as `stay` says.
+            if now is not None and (now - prefetch <= last + 1 or stay is Stay.STEP
+                                    or (stay is Stay.MICRO_BATCH and micro_batch[last] == micro_batch[now])):
+                last = now
                 continue
             gathers.setdefault(start, []).append(unit)
             frees.setdefault(last, []).append(unit)
@@ -153,15 +160,17 @@ def _residencies(reads: Sequence[Sequence[str]], prefetch: int) -> tuple[dict[in
     return gathers, frees
 
 
-def _gradient_spans(stages: dict[str, Stage], uses: Sequence[Forward | Backward]) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+def _gradient_spans(stages: dict[str, Stage], uses: Sequence[Forward | Backward],
+                    reduce_once: bool) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
     """Which units' gradient buffers open before a use, and which are complete after it."""
     first: dict[tuple[str, int], int] = {}
     last: dict[tuple[str, int], int] = {}
     for now, use in enumerate(uses):
         if isinstance(use, Backward):
             for unit in stages[use.stage].gradients:
-                first.setdefault((unit, use.micro_batch), now)
-                last[unit, use.micro_batch] = now
+                span = unit, 0 if reduce_once else use.micro_batch
+                first.setdefault(span, now)
+                last[span] = now
     opens: dict[int, list[str]] = {}
     closes: dict[int, list[str]] = {}
     for (unit, _), now in first.items():
@@ -198,17 +207,23 @@ def full_slots(program: Program, sizes: Mapping[str, int]) -> Slots:
 
 
 def gradient_slots(program: Program, stages: Iterable[Stage], sizes: Mapping[str, int]) -> Slots:
-    """Slots for full gradients: taken at the first Backward that writes to them, given back at Finish."""
+    """Slots for full gradients: taken at the first Backward that writes to them, given back at Finish.
+
+    taken: by (unit, micro-batch of that Backward).
+    """
     gradients = {stage.name: stage.gradients for stage in stages}
-    opened: dict[tuple[str, int], int] = {}
+    opened: dict[str, tuple[int, int]] = {}
+    reducing: dict[str, tuple[int, int]] = {}
     spans: dict[Hashable, tuple[int, int, int]] = {}
     for index, instruction in enumerate(program):
         if isinstance(instruction, Backward):
             for unit in gradients[instruction.stage]:
-                opened.setdefault((unit, instruction.micro_batch), index)
+                opened.setdefault(unit, (index, instruction.micro_batch))
+        elif isinstance(instruction, Reduce):
+            reducing[instruction.unit] = opened.pop(instruction.unit)
         elif isinstance(instruction, Finish):
-            key = (instruction.unit, instruction.micro_batch)
-            spans[key] = (opened[key], index, sizes[instruction.unit])
+            first, mb = reducing.pop(instruction.unit)
+            spans[instruction.unit, mb] = (first, index, sizes[instruction.unit])
     return _assign(spans)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,11 @@ from mpshard.comm.transport import Transport
 from mpshard.device.base import Array, Device
 from mpshard.nn.init import fill
 from mpshard.nn.module import Cache, MicroBatch, Model
-from mpshard.shard import schedule
+from mpshard.shard import exact, schedule
 from mpshard.shard.engine import Counters, Engine, Prepared
+from mpshard.shard.grouping import group, stages_of
+from mpshard.shard.options import Options, recomputed
+from mpshard.shard.precision import LossScale
 from mpshard.shard.unit import Unit
 
 
@@ -25,13 +29,20 @@ class StepOutput:
     """What a step came to, equal on all ranks but for `counters`.
 
     loss: sum of token losses / valid tokens of the whole step, over ranks and micro-batches, in nats.
-    tokens: valid tokens. grad_norm: 2-norm of that mean loss's gradient, before clipping.
+    tokens: valid tokens. grad_norm: 2-norm of that mean loss's gradient, before clipping; not finite if any rank's
+        gradient is not. loss_scale: what the gradients in the slices are multiplied with.
     """
 
     loss: float
     tokens: int
     grad_norm: float
+    loss_scale: float
     counters: Counters = field(repr=False)
+
+    @property
+    def is_finite(self) -> bool:
+        """The one global verdict on overflow: the norm is a sum over all ranks."""
+        return math.isfinite(self.grad_norm)
 
 
 class Sharded:
@@ -39,21 +50,25 @@ class Sharded:
 
     Attributes
     ----------
-    model, mesh, device, transport: what it was made of.
+    model, mesh, device, transport, options: what it was made of.
     units: {name: Unit}, in execution order.
     seed: with parameter names, decides initial values and dropout masks.
     steps: steps begun so far; part of the dropout masks' key.
+    loss_scale: the dynamic scale of fp16 gradients, None for other precisions.
     """
 
     def __init__(self, model: Model, mesh: Mesh, device: Device, transport: Transport, progress: collectives.Progress,
-                 *, prefetch: int, seed: int, dtype: Any, ignore_index: int) -> None:
+                 options: Options, *, seed: int, ignore_index: int) -> None:
         self.model, self.mesh, self.device, self.transport, self.progress = model, mesh, device, transport, progress
-        self.prefetch, self.seed, self.steps, self.ignore_index = prefetch, seed, 0, ignore_index
+        self.options, self.seed, self.steps, self.ignore_index = options, seed, 0, ignore_index
+        groups = group(model, options.unit)
         self.units = {
-            module.name: Unit(module.name, module.parameters, module.fused, mesh.rank, mesh.world, transport, device, dtype)
-            for module in model.modules}
-        self.stages = schedule.stages_of(model)
+            g.name: Unit(g, mesh, transport, progress, device, options.precision,
+                         replicated=options.replicated, deterministic=options.deterministic) for g in groups}
+        self.stages = stages_of(model, groups)
         self.engine = Engine(model.modules, self.stages, self.units, device, transport, progress.poll)
+        self.engine.recomputed = recomputed(model, options.recompute)
+        self.loss_scale = LossScale() if "fp16" in (options.precision.param, options.precision.reduce) else None
         self._programs: dict[int, Prepared] = {}  # by micro-batches a step; 0: forward only
         self.initialise()
 
@@ -70,6 +85,13 @@ class Sharded:
             for segment in unit.segments:
                 values = np.asarray(read(segment.name, segment.start, segment.stop), unit.dtype)
                 unit.shard[segment.slice] = self.device.from_host(values)
+        self.publish()
+
+    def publish(self) -> None:
+        """Bring what gathers send up to date with the masters, after they were changed. Collective."""
+        for pending in [unit.publish() for unit in self.units.values()]:
+            if pending is not None:
+                pending.wait()
 
     def full_weights(self) -> dict[str, np.ndarray]:
         """All weights, whole, as host arrays on every rank. Collective; for small models and tests."""
@@ -77,18 +99,24 @@ class Sharded:
 
     def full_gradients(self) -> dict[str, np.ndarray]:
         """All gradients of the sum of token losses, whole, on every rank. Collective; for small models and tests."""
-        return self._full(lambda unit: unit.gradient)
+        return self._full(lambda unit: unit.gradient if unit.learns else None)
 
     def close(self) -> None:
         """Stop the communication thread, if there is one. The weights stay readable."""
         self.progress.close()
 
-    def _full(self, slice_of: Callable[[Unit], Array]) -> dict[str, np.ndarray]:
+    def _full(self, slice_of: Callable[[Unit], Array | None]) -> dict[str, np.ndarray]:
         whole: dict[str, np.ndarray] = {}
         for unit in self.units.values():
-            mine = self.device.to_host(slice_of(unit))
+            mine = slice_of(unit)
+            if mine is None:
+                continue
+            mine = np.ascontiguousarray(self.device.to_host(mine))
             flat = np.empty(unit.layout.padded_size, mine.dtype)
-            self.mesh.comm.Allgather(np.ascontiguousarray(mine), flat)
+            if unit.layout.world == 1:
+                np.copyto(flat, mine)
+            else:
+                self.mesh.slices.Allgather(mine, flat)
             for place in unit.layout.placements:
                 whole[place.name] = flat[place.offset:place.end].reshape(place.shape)
         return whole
@@ -98,29 +126,42 @@ class Sharded:
         """Forward and backward of one step; leaves the summed gradient in the shards for the optimizer.
 
         batch: (inputs, targets), this rank's micro-batches, int64 (micro-batches, b, t); as many micro-batches on
-        every rank. Behind them may follow segments and positions of the same shape: see `MicroBatch`. Raises ValueError, on every rank, if any rank's batch is not so or the step has no valid token.
+        every rank. Behind them may follow segments and positions of the same shape: see `MicroBatch`. Raises ValueError,
+        on every rank, if any rank's batch is not so or the step has no valid token.
         """
         inputs, targets, *packing = _host_arrays(batch)
         self._agree_on_batches(inputs.shape, targets.shape)
         micro = [self._micro_batch(*parts) for parts in zip(inputs, targets, *packing, strict=True)]
         # Global micro-batch g = m * world + rank: dropout masks are a function of g, not of where it runs.
         keys = [(self.seed, self.steps, m * self.mesh.world + self.mesh.rank) for m in range(len(micro))]
-        for unit in self.units.values():
-            unit.has_gradient = False
+        for unit in self._learning:
+            unit.gradients.begin()
+        scale = self.engine.loss_scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         losses, counters = self.engine.run(self._program(len(micro)), micro, keys)
         self.steps += 1
-        totals = np.array([sum(loss.value for loss in losses), np.count_nonzero(targets != self.ignore_index),
-                           self._gradient_squares()], np.float64)
-        loss, tokens, squares = map(float, collectives.all_reduce(self.mesh.comm, totals))
+        loss, tokens, squares = self._totals([loss.value for loss in losses], np.count_nonzero(targets != self.ignore_index))
         if tokens == 0:
             raise ValueError(f"the step has no valid token: every target is ignore_index={self.ignore_index}")
-        return StepOutput(loss / tokens, int(tokens), float(np.sqrt(squares)) / tokens, counters)
+        return StepOutput(loss / tokens, int(tokens), math.sqrt(squares) / scale / tokens, scale, counters)
+
+    def _totals(self, losses: list[float], tokens: int) -> tuple[float, float, float]:
+        """Sum of token losses, valid tokens, and squared norm of their gradient, over all ranks."""
+        slices = self._own_gradients()
+        if self.options.deterministic:
+            comm = self.mesh.comm
+            return (exact.sum_of_values(comm, losses), exact.sum_of_values(comm, [tokens]),
+                    exact.sum_of_squares(comm, [self.device.to_host(part) for part in slices]))
+        squares = sum(self.device.sum_of_squares(part) for part in slices)
+        loss, tokens, squares = map(float, collectives.all_reduce(
+            self.mesh.comm, np.array([sum(losses), tokens, squares], np.float64)))
+        return loss, tokens, squares
 
     def evaluate(self, batches: Iterable[Sequence[Any]]) -> tuple[float, int]:
         """Mean loss over the valid tokens of (inputs, targets) pairs (b, t), over all ranks, and their number.
 
-        Pairs may have segments and positions behind them, as in `step`. Ranks may bring different numbers of pairs: one that has no more goes on gathering with the others. Raises
-        ValueError, on every rank, if there is no valid token at all.
+        Pairs may have segments and positions behind them, as in `step`. Ranks may bring different numbers of pairs: one
+        that has no more goes on gathering with the others. Raises ValueError, on every rank, if there is no valid token
+        at all.
         """
         total = np.zeros(2)
         nothing = np.zeros((1, 1), np.int64), np.full((1, 1), self.ignore_index)
@@ -171,14 +212,20 @@ class Sharded:
 
     def _program(self, micro_batches: int) -> Prepared:
         if micro_batches not in self._programs:
-            program = (schedule.training_program(self.stages, micro_batches, self.prefetch) if micro_batches
-                       else schedule.forward_program(self.stages, self.prefetch))
+            o = self.options
+            program = (schedule.training_program(self.stages, micro_batches, o.prefetch, o.stay, o.reduce_once) if micro_batches
+                       else schedule.forward_program(self.stages, o.prefetch))
             self._programs[micro_batches] = self.engine.prepare(program)
         return self._programs[micro_batches]
 
-    def _gradient_squares(self) -> float:
-        """Sum of squares over this rank's slices: each element of the model lies in one slice, so it counts once."""
-        return sum(self.device.sum_of_squares(unit.gradient[s.slice]) for unit in self.units.values() for s in unit.segments)
+    @property
+    def _learning(self) -> list[Unit]:
+        return [unit for unit in self.units.values() if unit.learns]
+
+    def _own_gradients(self) -> list[Array]:
+        """The parts of the gradient that this rank owns: every element of the model lies in one rank's part, so a sum
+        over ranks counts it once."""
+        return [unit.gradient[s.slice] for unit in self._learning for s in unit.owned]
 
 
 def _host_arrays(batch: Sequence[Any]) -> list[np.ndarray]:

@@ -1,7 +1,11 @@
-"""A unit of sharding: the flat vector of one module's parameters, of which this rank owns one slice.
+"""A unit of sharding: the flat vector of a module's parameters, of which this rank owns one slice.
 
 A unit goes SHARDED -> GATHERING -> FULL -> SHARDED, and its parameters can be read only while it is FULL. Its
-gradient has a life of its own: closed -> open (a buffer that backward writes to) -> reducing -> closed.
+gradient has a life of its own, see `mpshard.shard.gradient`.
+
+Note on copies of a slice. `shard` is the master, in full precision. What a gather sends is the store: the master
+itself where weights travel as they are, else the master written in another format (`Wire`) or, under hybrid sharding,
+together with the slices of the ranks that hold replicas. `publish` brings the store up to date after an update.
 """
 
 from __future__ import annotations
@@ -9,16 +13,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any
 
 import numpy as np
 
 from mpshard.autograd.tensor import Parameter
-from mpshard.comm.collectives import Pending
-from mpshard.comm.transport import Slot, Transport
+from mpshard.comm import collectives
+from mpshard.comm.collectives import Pending, Progress
+from mpshard.comm.mesh import Mesh
+from mpshard.comm.transport import Slot, Store, Transport
 from mpshard.device.base import Array, Device, Kind
-from mpshard.shard.layout import Layout, lay_out
+from mpshard.shard.gradient import UnitGradient
+from mpshard.shard.grouping import Group
+from mpshard.shard.layout import Layout, Segment, lay_out
 from mpshard.shard.observer import Observer
+from mpshard.shard.precision import DTYPES, Plain, Precision
 
 
 class State(Enum):
@@ -28,57 +36,90 @@ class State(Enum):
 
 
 class Unit:
-    """One flat vector per unit.
+    """One flat vector.
 
     Attributes
     ----------
     layout: where each parameter lies; `segments` is this rank's part of it.
-    shard (m,): this rank's slice of the weights, the only lasting copy.
-    gradient (m,): this rank's slice of the gradient, summed over ranks and over the micro-batches of the step.
-    has_gradient: False until the step's first reduce has been finished: `gradient` still holds the last step's.
+    shard (m,): this rank's slice of the weights in full precision, the lasting copy.
+    owned: the segments that this rank writes to a checkpoint: all of its own, or where ranks hold the same, a share.
+    gradients: this rank's slice of the gradient, and how it comes about; None for a unit that does not learn.
     """
 
-    def __init__(self, name: str, parameters: Sequence[Parameter], fused: Sequence[Parameter],
-                 rank: int, world: int, transport: Transport, device: Device, dtype: Any) -> None:
-        self.name, self.parameters, self.device, self.transport = name, list(parameters), device, transport
-        self.layout: Layout = lay_out([(p.name, p.shape) for p in parameters], world)
-        self.segments = self.layout.segments(rank)
-        self.dtype = np.dtype(dtype)
-        self.store = transport.store(self.layout.shard_size, dtype, Kind.PARAMETER)
-        self.shard = self.store.local
-        self.gradient = device.zeros(self.layout.shard_size, dtype, Kind.GRADIENT)
-        self.has_gradient = False
-        self.state = State.SHARDED
-        self.observer: Observer | None = None
-        self._views = [(p, place.offset, p.size) for p, place in zip(parameters, self.layout.placements, strict=True)]
-        self._views += [(p, self._fused_offset(p), p.size) for p in fused]
+    def __init__(self, group: Group, mesh: Mesh, transport: Transport, progress: Progress, device: Device,
+                 precision: Precision, *, replicated: bool, deterministic: bool) -> None:
+        self.name, self.parameters = group.name, list(group.parameters)
+        self.mesh, self.transport, self.progress, self.device = mesh, transport, progress, device
+        shapes = [(p.name, p.shape) for p in group.parameters]
+        self.layout: Layout = lay_out(shapes, 1 if replicated else mesh.world)
+        self.segments = self.layout.segments(0 if replicated else mesh.slice)
+        self.owned = _share(self.segments, mesh) if replicated else self.segments
+        self.dtype, self.wire = DTYPES[precision.master], precision.wire
+        self.replicas = 1 if replicated else mesh.replicas.size
+        m = self.layout.shard_size
+        self.store = transport.store(self.wire.size(m) * self.replicas, self.wire.dtype, Kind.PARAMETER)
+        self.travels_as_it_is = isinstance(self.wire, Plain) and self.wire.dtype == self.dtype
+        self.is_published = self.travels_as_it_is and self.replicas == 1
+        self.shard = self.store.local if self.is_published else device.zeros(m, self.dtype, Kind.PARAMETER)
+        self.gradients = UnitGradient(group, self.layout, mesh, transport, progress, device, precision,
+                                      replicas=self.replicas, deterministic=deterministic) if group.trainable else None
+        self.state, self.observer = State.SHARDED, None
+        places = {p.name: p for p in self.layout.placements}
+        self.views = [(p, places[p.name].offset, p.size) for p in group.parameters]
+        self.views += [(p, places[p.parts[0].name].offset, p.size) for p in group.fused]
+        for fused in group.fused:
+            _check_adjacent(self.name, fused, self.layout)
         self._gather: Pending | None = None
-        self._reduce: Pending | None = None
         self._full: Array | None = None
-        self._full_slot: Slot | None = None
-        self._gradient_slot: Slot | None = None
-        self._full_gradient: Array | None = None
+        self._slots: tuple[Slot | None, Slot | None] = (None, None)
+        self._kept: Store | None = None
 
-    def _fused_offset(self, fused: Parameter) -> int:
-        """Where a fused parameter begins; its parts must lie next to each other, or the view would read others."""
-        place = {p.name: p for p in self.layout.placements}
-        first = offset = place[fused.parts[0].name].offset
-        for part in fused.parts:
-            if place[part.name].offset != offset:
-                raise ValueError(f"unit {self.name}: {part.name} does not follow its neighbour in {fused.name}")
-            offset += part.size
-        return first
+    @property
+    def observer(self) -> Observer | None:
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._observer = observer
+        if self.gradients is not None:
+            self.gradients.observer = observer
+
+    @property
+    def gradient(self) -> Array:
+        """This rank's slice (m,) of the step's gradient of the sum of token losses."""
+        return self.gradients.shard
+
+    @property
+    def learns(self) -> bool:
+        return self.gradients is not None
 
     def _expect(self, state: State, verb: str) -> None:
         if self.state is not state:
             raise RuntimeError(f"unit {self.name} cannot {verb}: it is {self.state.name}, not {state.name}")
 
     # -- weights -----------------------------------------------------------------------------
-    def start_gather(self, slot: Slot | None) -> None:
-        """Start collecting the full vector in `slot` (at least padded_size elements), None if the transport needs none."""
+    def publish(self) -> Pending | None:
+        """Start to bring what gathers send up to date with the master; wait for the result, if there is one."""
+        if self.is_published:
+            return None
+        words = self.store.local
+        if self.replicas == 1:
+            self.wire.encode(self.device, self.shard, words)
+            return None
+        own = self.device.empty(self.wire.size(self.layout.shard_size), self.wire.dtype, Kind.STAGING)
+        self.wire.encode(self.device, self.shard, own)
+        self.transport.bytes_gathered += words.nbytes - own.nbytes
+        return self.progress.start(Pending(collectives.all_gather(self.mesh.replicas, own, words), words))
+
+    def start_gather(self, slot: Slot | None, words: Slot | None = None) -> None:
+        """Start collecting the full vector.
+
+        slot: where it will be, at least padded_size elements; None if it can be read where the slices lie.
+        words: where they are collected first, if they travel in another format and not in place.
+        """
         self._expect(State.SHARDED, "gather")
-        self.state, self._full_slot = State.GATHERING, slot
-        self._gather = self.transport.gather(self.store, slot)
+        self.state, self._slots = State.GATHERING, (slot, words)
+        self._gather = self.transport.gather(self.store, slot if self.travels_as_it_is else words)
 
     def wait_full(self) -> tuple[float, float]:
         """Make sure that the unit is FULL. Returns the seconds waited and, if it was this call that completed the
@@ -88,9 +129,15 @@ class Unit:
         self._expect(State.GATHERING, "be read")
         start = time.perf_counter()
         self._full = self._gather.wait()
-        for parameter, offset, size in self._views:
+        gather, end = self._gather, time.perf_counter()
+        if not self.travels_as_it_is:
+            words, (slot, received) = self._full, self._slots
+            self._full = slot.array[: self.layout.padded_size]
+            self.wire.decode(self.device, words, self._full, self.layout.world)
+            self.transport.release(received)
+        for parameter, offset, size in self.views:
             parameter.bind(self._full[offset:offset + size].reshape(parameter.shape))
-        gather, self._gather, self.state, end = self._gather, None, State.FULL, time.perf_counter()
+        self._gather, self.state = None, State.FULL
         if self.observer is not None:
             self.observer.gathered(self.name, gather.started, gather.finished)
             self.observer.waited(self.name, start, end)
@@ -99,56 +146,33 @@ class Unit:
     def free(self) -> None:
         """Give the full vector up; the slot's next user may overwrite it at once."""
         self._expect(State.FULL, "be freed")
-        for parameter, _, _ in self._views:
+        for parameter, _, _ in self.views:
             parameter.bind(None)
-        if self.device.poison and self._full_slot is not None and self._full_slot.private:
+        slot, _ = self._slots
+        if self.device.poison and slot is not None and slot.private:
             self._full.fill(np.nan)
-        self.transport.release(self._full_slot)
-        self._full, self._full_slot, self.state = None, None, State.SHARDED
+        if self.travels_as_it_is:
+            self.transport.release(slot)
+        self._full, self._slots, self.state = None, (None, None), State.SHARDED
 
-    # -- gradients ---------------------------------------------------------------------------
-    @property
-    def gradient_is_open(self) -> bool:
-        """Whether backward may write: a buffer is attached and its reduce has not been started."""
-        return self._full_gradient is not None and self._reduce is None
 
-    def open_gradient(self, slot: Slot) -> float:
-        """Attach the buffer that backward writes this micro-batch's gradient to. Its content is not read.
+def _check_adjacent(unit: str, fused: Parameter, layout: Layout) -> None:
+    """A fused parameter's parts must lie next to each other, or the view would read others."""
+    places = {p.name: p for p in layout.placements}
+    offset = places[fused.parts[0].name].offset
+    for part in fused.parts:
+        if places[part.name].offset != offset:
+            raise ValueError(f"unit {unit}: {part.name} does not follow its neighbour in {fused.name}")
+        offset += part.size
 
-        Returns the seconds waited for others to have read what it held."""
-        if self._full_gradient is not None:
-            raise RuntimeError(f"unit {self.name} cannot open a gradient: its last one has not been finished")
-        start = time.perf_counter()
-        slot.acquire()
-        waited = time.perf_counter() - start
-        if self.observer is not None:
-            self.observer.waited(self.name, start, start + waited)
-        self._gradient_slot, self._full_gradient = slot, slot.array[: self.layout.padded_size]
-        for parameter, offset, size in self._views:
-            parameter.bind_grad(self._full_gradient[offset:offset + size].reshape(parameter.shape))
-        return waited
 
-    def start_reduce(self) -> None:
-        """Start summing the gradient over ranks. Parameters that backward did not reach count as zero."""
-        full = self._full_gradient
-        full[self.layout.size:] = 0
-        for parameter, offset, size in self._views:
-            if not parameter.grad_started and not parameter.parts:
-                full[offset:offset + size] = 0
-        for parameter, _, _ in self._views:
-            parameter.bind_grad(None)
-        self._reduce = self.transport.reduce(self._gradient_slot, full.size, self.gradient, self.has_gradient)
-        self.has_gradient = True
-
-    def finish_reduce(self) -> tuple[float, float]:
-        """Wait until this rank's slice of the sum is in `gradient`. Returns seconds waited and under way."""
-        start = time.perf_counter()
-        self._reduce.wait()
-        waited, in_flight = time.perf_counter() - start, self._reduce.seconds
-        if self.observer is not None:
-            self.observer.reduced(self.name, self._reduce.started, self._reduce.finished)
-            self.observer.waited(self.name, start, start + waited)
-        if self.device.poison and self._gradient_slot.private:
-            self._full_gradient.fill(np.nan)
-        self._reduce = self._full_gradient = self._gradient_slot = None
-        return waited, in_flight
+def _share(segments: Sequence[Segment], mesh: Mesh) -> tuple[Segment, ...]:
+    """This rank's share of what every rank holds: one of `world` contiguous ranges, cut at element borders."""
+    total = segments[-1].offset + segments[-1].size if segments else 0
+    lo, hi = (total * i // mesh.world for i in (mesh.rank, mesh.rank + 1))
+    found = []
+    for s in segments:
+        first, last = max(lo, s.offset), min(hi, s.offset + s.size)
+        if first < last:
+            found.append(Segment(s.name, s.start + first - s.offset, s.start + last - s.offset, first))
+    return tuple(found)

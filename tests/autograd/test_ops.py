@@ -219,7 +219,7 @@ def test_the_inputs_gradient_is_the_same_if_no_weight_wants_one(name):
 
 def test_the_loss_in_evaluation_is_the_loss_in_training():
     case = bench(CASES["cross_entropy"])
-    silent = Tape(case.device, recording=False)
+    silent = Tape(case.device, recording=False, training=False)
     evaluated = case.run(silent, Tensor(case.x.copy()))
     assert not silent.entries
     assert evaluated.value == pytest.approx(case.value(1.0), rel=1e-12)
@@ -240,7 +240,7 @@ def test_dropout_depends_on_its_key_and_on_nothing_else():
     assert first == masks(0, 5, 1, "embed")
     others = [masks(1, 5, 1, "embed"), masks(0, 6, 1, "embed"), masks(0, 5, 2, "embed"), masks(0, 5, 1, "head")]
     assert len({*first, *(mask for pair in others for mask in pair)}) == 10  # each operation of each tape its own
-    assert ops.dropout(Tape(device, recording=False), x, 0.5) is x
+    assert ops.dropout(Tape(device, training=False), x, 0.5) is x
     dropped = ops.dropout(Tape(device), x, 0.25).data
     assert set(np.unique(dropped)) == {0.0, 1 / 0.75}
     assert abs((dropped == 0).mean() - 0.25) < 0.05  # 5 standard deviations

@@ -22,7 +22,7 @@ from mpshard.nn.init import fill
 from mpshard.optim import AdamW
 from mpshard.shard import shard
 from mpshard.shard.layout import ALIGN
-from mpshard.shard.schedule import Gather, Reduce, stages_of, training_program
+from mpshard.shard.schedule import Gather, Reduce, training_program
 
 RANKS = (1, 2, 3, 4, 5)
 TIMEOUT = 150
@@ -89,7 +89,7 @@ def test_the_collectives_of_a_step_are_the_programs(comm, prefetch, micro_batche
     batch = tokens(micro_batches * comm.size)
     output = sharded.step(deal(batch, 1, comm.rank, comm.size))
 
-    program = training_program(stages_of(sharded.model), micro_batches, prefetch)
+    program = training_program(sharded.stages, micro_batches, prefetch)
     sent = {name: unit.shard.nbytes * (comm.size - 1) for name, unit in sharded.units.items()}
     gathers, reduces = ([i.unit for i in program if isinstance(i, kind)] for kind in (Gather, Reduce))
     reduction = {"mpi": "Ireduce_scatter_block", "alltoall": "Ialltoall"}[reduce]

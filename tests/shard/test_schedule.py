@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
+from mpshard.shard.grouping import group, stages_of
 from mpshard.shard.schedule import (
     Backward,
     Finish,
@@ -22,7 +23,6 @@ from mpshard.shard.schedule import (
     forward_program,
     full_slots,
     gradient_slots,
-    stages_of,
     training_program,
 )
 
@@ -246,5 +246,5 @@ def test_real_models_are_such_chains(tied):
                   llama(LlamaConfig(vocab_size=11, max_seq_len=8, n_layers=2, d_model=8, n_heads=2, tie_embeddings=tied))):
         renamed = [Stage(s.name.replace("layers.", "block"), *(tuple(u.replace("layers.", "block") for u in units)
                                                               for units in (s.reads, s.backward_reads, s.gradients)))
-                   for s in stages_of(model)]
+                   for s in stages_of(model, group(model))]
         assert renamed == stages(2, tied=tied)

@@ -1,0 +1,81 @@
+"""How a model is sharded: the choices, what they come to, and which cannot be had together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mpshard.config import ConfigError
+from mpshard.nn.module import Model
+from mpshard.shard.precision import Precision
+from mpshard.shard.schedule import Stay
+
+STRATEGIES = ("full", "grad_op", "optim", "none", "hybrid")
+
+
+@dataclass(frozen=True)
+class Options:
+    """See `mpshard.shard` for what each means. Raises ConfigError for what is not known or cannot be combined."""
+
+    strategy: str = "full"
+    prefetch: int = 1
+    reshard_after_forward: bool = True
+    unit: str | int | Sequence[str] = "block"
+    accumulate: str = "auto"
+    deterministic: bool = False
+    dp_shard: int = 0
+    dp_replicate: int = 0
+    reduce: str = "mpi"
+    transport: str = "auto"
+    progress: str = "auto"
+    recompute: str | int = "none"
+    precision: Precision = field(default_factory=Precision)
+
+    def __post_init__(self) -> None:
+        for key, known in (("strategy", STRATEGIES), ("accumulate", ("auto", "sharded", "unsharded")),
+                           ("reduce", ("mpi", "alltoall")), ("transport", ("auto", "mpi", "shm")),
+                           ("progress", ("auto", "poll", "thread"))):
+            if getattr(self, key) not in known:
+                raise ConfigError(f'shard.{key}="{getattr(self, key)}" is not known; use {", ".join(known)}')
+        if self.prefetch < 0:
+            raise ConfigError(f"shard.prefetch={self.prefetch} must be 0 or more")
+        if self.recompute not in ("none", "block") and not (isinstance(self.recompute, int) and self.recompute > 0):
+            raise ConfigError(f'train.recompute="{self.recompute}" is not known; use "none", "block", or a number k for every k-th block')
+        if self.deterministic and self.accumulate == "unsharded":
+            raise ConfigError("shard.accumulate=unsharded sums a rank's micro-batches first, in an order that depends on the number "
+                              "of ranks; shard.deterministic=true needs sharded")
+        if self.strategy != "hybrid" and (self.dp_shard or self.dp_replicate):
+            raise ConfigError(f"mesh.dp_shard and mesh.dp_replicate have no effect with shard.strategy={self.strategy}; use hybrid")
+        if self.strategy == "hybrid" and self.deterministic:
+            raise ConfigError("shard.deterministic=true cannot be had with shard.strategy=hybrid, which sums group by group; use full")
+        if self.strategy == "none" and self.transport == "shm":
+            raise ConfigError("shard.transport=shm has no effect with shard.strategy=none; use auto")
+        if not self.reshard_after_forward and self.strategy not in ("full", "hybrid"):
+            raise ConfigError(f"shard.reshard_after_forward=false has no effect with shard.strategy={self.strategy}, which keeps "
+                              "units through the step")
+
+    @property
+    def replicated(self) -> bool:
+        """Every rank holds everything."""
+        return self.strategy == "none"
+
+    @property
+    def stay(self) -> Stay:
+        if self.strategy in ("grad_op", "optim", "none"):
+            return Stay.STEP
+        return Stay.USE if self.reshard_after_forward else Stay.MICRO_BATCH
+
+    @property
+    def reduce_once(self) -> bool:
+        """Whether micro-batches are added up before they travel."""
+        if self.accumulate == "auto":
+            return self.strategy in ("optim", "none") and not self.deterministic
+        return self.accumulate == "unsharded"
+
+
+def recomputed(model: Model, choice: str | int) -> frozenset[str]:
+    """Names of the modules that keep only their input and run forward again in backward: blocks, never the first or last."""
+    if choice == "none":
+        return frozenset()
+    every = 1 if choice == "block" else int(choice)
+    return frozenset(module.name for module in model.modules[1:-1][::every])

@@ -1,0 +1,164 @@
+"""What weights and gradients look like on their way: the masters stay in full precision, messages may be shorter.
+
+On the CPU there is no 16-bit arithmetic worth having, so only what travels is rounded: a gathered unit is widened to
+float32 before it computes, and products, activations and sums are float32. So bf16 here means "weights rounded to
+bf16", half the bytes of a gather, and the same loss curve as bf16 products with float32 sums to rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from mpshard.config import ConfigError
+from mpshard.device.base import Array, Device
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64), "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16), "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn)}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Names of formats, see DTYPES.
+
+    param: of gathered weights. gather: what they travel as, "" for `param`. reduce: what gradients travel as; their
+    sum is in `master`'s format. master: of the slices, the moments and, on the CPU, the arithmetic.
+    """
+
+    param: str = "fp32"
+    gather: str = ""
+    reduce: str = "fp32"
+    master: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for key, known in (("param", ("fp32", "fp64", "bf16", "fp16")), ("gather", ("", "fp8_e4m3")),
+                           ("reduce", ("fp32", "fp64", "bf16", "fp16")), ("master", ("fp32", "fp64"))):
+            if getattr(self, key) not in known:
+                raise ConfigError(f"precision.{key}={getattr(self, key)!r} is not known; use {', '.join(filter(None, known))}")
+
+    @property
+    def wire(self) -> Wire:
+        """How slices are written for a gather."""
+        if self.gather:
+            return Scaled(DTYPES[self.gather])
+        return Plain(DTYPES[self.master]) if self.param == self.master else Rounded(DTYPES[self.param])
+
+
+class Wire(Protocol):
+    """A format for slices of weights on their way.
+
+    dtype: of the words that travel. size(m): how many words a slice of m elements takes.
+    """
+
+    dtype: np.dtype[Any]
+
+    def size(self, elements: int) -> int: ...
+
+    def encode(self, device: Device, master: Array, words: Array) -> None:
+        """Write a slice (m,) as words (size(m),)."""
+
+    def decode(self, device: Device, words: Array, full: Array, slices: int) -> None:
+        """Read `slices` slices' words (slices * size(m),) into full (slices * m,)."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """As the masters are: they travel themselves, nothing is encoded or decoded."""
+
+    dtype: np.dtype[Any]
+
+    def size(self, elements: int) -> int:
+        return elements
+
+    def encode(self, device: Device, master: Array, words: Array) -> None:
+        if words is not master:
+            device.cast(master, words)
+
+    def decode(self, device: Device, words: Array, full: Array, slices: int) -> None:
+        device.cast(words, full)
+
+
+@dataclass(frozen=True)
+class Rounded(Plain):
+    """Each element rounded to a 16-bit format, to the nearest, ties to even."""
+
+
+BLOCK = 128  # elements that share a scale
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """8-bit floats with one scale for each block of 128 elements, a power of two: 129 bytes for 512.
+
+    A block is multiplied by the power of two that brings its largest element just under the format's largest number
+    (448 for e4m3), so nothing overflows and the scale itself is exact. Rouhani et al. 2023 (arXiv:2310.10537).
+    """
+
+    format: np.dtype[Any]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(np.uint8)
+
+    def size(self, elements: int) -> int:
+        return elements + -(-elements // BLOCK)
+
+    def encode(self, device: Device, master: Array, words: Array) -> None:
+        m = master.size
+        blocks = -(-m // BLOCK)
+        padded = np.zeros(blocks * BLOCK, np.float32)
+        padded[:m] = device.to_host(master)
+        rows = padded.reshape(blocks, BLOCK)
+        largest = np.abs(rows).max(axis=1)
+        limit = float(ml_dtypes.finfo(self.format).max)
+        exponent = np.floor(np.log2(limit / np.maximum(largest, 2.0**-100))).clip(-100, 100).astype(np.int32)
+        np.multiply(rows, np.ldexp(np.float32(1), exponent)[:, None], out=rows)
+        host = device.to_host(words)
+        host[:m] = padded[:m].astype(self.format).view(np.uint8)
+        host[m:] = (exponent + 127).astype(np.uint8)
+
+    def decode(self, device: Device, words: Array, full: Array, slices: int) -> None:
+        m = full.size // slices
+        table = np.arange(256, dtype=np.uint8).view(self.format).astype(full.dtype)
+        for source, target in zip(device.to_host(words).reshape(slices, -1), full.reshape(slices, m), strict=True):
+            np.take(table, source[:m], out=target, mode="clip")
+            scales = np.ldexp(full.dtype.type(1), 127 - source[m:].astype(np.int32))
+            whole = m // BLOCK * BLOCK
+            np.multiply(target[:whole].reshape(-1, BLOCK), scales[: whole // BLOCK, None], out=target[:whole].reshape(-1, BLOCK))
+            if whole < m:
+                target[whole:] *= scales[-1]
+
+
+class LossScale:
+    """Dynamic loss scaling for fp16 gradients: as large a scale as does not overflow.
+
+    After `hysteresis` overflows in a row the scale is halved (never below `floor`), after `window` steps without one it
+    is doubled. Micikevicius et al. 2017 (arXiv:1710.03740), section 3.2; hysteresis as in Megatron and DeepSpeed.
+    """
+
+    def __init__(self, value: float = 2.0**16, window: int = 1000, hysteresis: int = 2, floor: float = 1.0) -> None:
+        self.value, self.window, self.hysteresis, self.floor = value, window, hysteresis, floor
+        self.good, self.patience = 0, hysteresis
+
+    def update(self, finite: bool) -> None:
+        """Tell of a step: whether its gradients were finite, on all ranks."""
+        if finite:
+            self.good += 1
+            if self.good % self.window == 0:
+                self.value *= 2
+                self.patience = self.hysteresis
+            return
+        self.good = 0
+        self.patience -= 1
+        if self.patience <= 0:
+            self.value = max(self.floor, self.value / 2)
+
+    def state(self) -> dict[str, float]:
+        return {"value": self.value, "good": self.good, "patience": self.patience}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        self.value, self.good, self.patience = state["value"], int(state["good"]), int(state["patience"])
