@@ -3,7 +3,12 @@
 Importing this room imports mpi4py.MPI and so initialises MPI; nothing outside imports it before it is needed.
 """
 
-from mpi4py import MPI
+import os
+
+# Open MPI tries its UCX component for every window, shared memory included, and each rank prints an error about it.
+os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+
+from mpi4py import MPI  # noqa: E402
 
 world = MPI.COMM_WORLD
 
