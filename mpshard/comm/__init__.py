@@ -8,7 +8,7 @@ import os
 # Open MPI tries its UCX component for every window, shared memory included, and each rank prints an error about it.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
-from mpi4py import MPI  # noqa: E402
+from mpi4py import MPI
 
 world = MPI.COMM_WORLD
 
