@@ -145,12 +145,12 @@ def gelu_backward(tape: Tape, dy: Array, x: Tensor, y: Array, approximate: bool)
 
 def swiglu(tape: Tape, gate_up: Tensor) -> Tensor:
     """(..., 2f), gate and up side by side -> (..., f): silu(gate) * up."""
-    y = tape.device.swiglu(rows(gate_up.data))
-    return tape.record(y.reshape(*gate_up.data.shape[:-1], -1), swiglu_backward, gate_up)
+    y = tape.device.swiglu(rows(gate_up.data)).reshape(*gate_up.data.shape[:-1], -1)
+    return tape.record(y, swiglu_backward, gate_up, y)  # y: as in gelu
 
 
-def swiglu_backward(tape: Tape, dy: Array, gate_up: Tensor) -> None:
-    dx = tape.device.swiglu_backward(rows(dy), rows(gate_up.data))
+def swiglu_backward(tape: Tape, dy: Array, gate_up: Tensor, y: Array) -> None:
+    dx = tape.device.swiglu_backward(rows(dy), rows(gate_up.data), rows(y))
     gate_up.accumulate(dx.reshape(gate_up.data.shape), tape.device)
 
 

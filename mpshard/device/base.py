@@ -137,8 +137,8 @@ class Device(Protocol):
         Shazeer 2020 (arXiv:2002.05202), eq. 6.
         """
 
-    def swiglu_backward(self, dy: Array, gate_up: Array) -> Array:
-        """-> (n, 2f)."""
+    def swiglu_backward(self, dy: Array, gate_up: Array, y: Array | None = None) -> Array:
+        """-> (n, 2f). `y` = swiglu(gate_up), as in `gelu_backward`."""
 
     # -- attention ---------------------------------------------------------------------------
     def rotary(self, qkv: Array, heads: int, kv_heads: int, cos: Array, sin: Array, inverse: bool = False) -> None:

@@ -93,21 +93,29 @@ class ActivationKernels(NumpyMemory):
                 out *= up
         return y
 
-    def swiglu_backward(self, dy: np.ndarray, gate_up: np.ndarray) -> np.ndarray:
+    def swiglu_backward(self, dy: np.ndarray, gate_up: np.ndarray, y: np.ndarray | None = None) -> np.ndarray:
         # y = g s(g) u, s = 1 / (1 + exp(-g)), z = g s:  du = dy z,  dg = dy u (z + s (1 - z)).
         # Halves of rows (gate, up) are twice as slow to walk through as scratch is, so they are touched seldom.
         n, f = dy.shape
         dx = self.empty((n, 2 * f), dy.dtype)
         scratch = self.empty((3, block_rows(n, f * dy.itemsize), f), dy.dtype)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # 0 / 0 is replaced
             for block in blocks(n, f * dy.itemsize):
                 gate, up, g = gate_up[block, :f], gate_up[block, f:], dy[block]
                 s, z, inner = scratch[:, : len(g)]
-                np.negative(gate, out=s)
-                np.exp(s, out=s)
-                s += 1
-                np.divide(1, s, out=s)
-                np.multiply(gate, s, out=z)
+                if y is None:
+                    np.negative(gate, out=s)
+                    np.exp(s, out=s)
+                    s += 1
+                    np.divide(1, s, out=s)
+                    np.multiply(gate, s, out=z)
+                else:
+                    np.divide(y[block], up, out=z)
+                    np.divide(z, gate, out=s)
+                    if np.isnan(s.min()):
+                        where = np.isnan(s)
+                        s[where] = 1 / (1 + np.exp(-gate[where]))
+                        z[where] = gate[where] * s[where]
                 np.multiply(z, g, out=dx[block, f:])
                 np.subtract(1, z, out=inner)
                 inner *= s

@@ -115,7 +115,7 @@ class AttentionKernels(NumpyMemory):
                     ds *= s
                     _product(s.swapaxes(2, 3), gradient[..., :e], dv, part_all, add=q0 != k0)
                     _product(ds.swapaxes(2, 3), query[..., :e], dk, part_all, add=q0 != k0)
-                    _product(ds, key[..., :e], dq[:, :, rows], part_all, add=k0 != 0 or segments is not None)
+                    _product(ds, key[..., :e], dq[:, :, rows], part_all, add=k0 != 0)
                 if k0 + plan.step < t:
                     dk_out[:, :, k0:k1], dv_out[:, :, k0:k1] = dk, dv
             dq *= scale

@@ -6,7 +6,7 @@ import numpy as np
 
 from mpshard.device.numpy_memory import NumpyMemory, block_rows, blocks, rows_of
 
-SELECT_BYTES = 128 << 10  # of the rows summed by one product in `embedding_backward`, whose cost grows with them
+ROUNDS = 16  # of `embedding_backward`: rows of one id that are added one by one
 
 
 class EmbeddingKernels(NumpyMemory):
@@ -29,24 +29,26 @@ class EmbeddingKernels(NumpyMemory):
                 sequence[block] += positions[block]
 
     def embedding_backward(self, dy: np.ndarray, ids: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
-        # Sorted stably by id, a row of `out` is the sum of consecutive rows: one product with a matrix of
-        # ones and zeros sums a block of them. (add.reduceat takes twice as long.)
+        # Sorted stably, an id's rows lie together. Round r adds the r-th row of every id that has one: targets are then
+        # distinct and NumPy adds many rows at a time. The few ids with many rows get the rest as sums of their own.
         if not accumulate:
             out.fill(0)
         dy2, order = rows_of(dy), np.argsort(ids, axis=None, kind="stable")
-        sorted_ids = ids.reshape(-1)[order]
+        targets, starts, counts = np.unique(ids.reshape(-1)[order], return_index=True, return_counts=True)
         row_bytes = dy2.shape[1] * dy2.itemsize
-        step = block_rows(len(order), row_bytes, SELECT_BYTES)
-        rows = self.empty((step, dy2.shape[1]), dy.dtype)
-        select = self.empty(step * step, dy.dtype)
-        for block in blocks(len(order), row_bytes, SELECT_BYTES):
-            targets, position = np.unique(sorted_ids[block], return_inverse=True)
-            count = block.stop - block.start
-            matrix = select[: len(targets) * count].reshape(len(targets), count)
-            matrix.fill(0)
-            matrix[position, np.arange(count)] = 1
-            np.take(dy2, order[block], axis=0, out=rows[:count], mode="clip")
-            out[targets] += matrix @ rows[:count]
+        added, old = self.empty((2, block_rows(len(order), row_bytes), dy2.shape[1]), dy.dtype)
+        for r in range(min(ROUNDS, counts.max(initial=0))):
+            chosen = np.flatnonzero(counts > r)
+            for block in blocks(len(chosen), row_bytes):
+                some = chosen[block]
+                rows = np.take(dy2, order[starts[some] + r], axis=0, out=added[: len(some)], mode="clip")
+                rows += np.take(out, targets[some], axis=0, out=old[: len(some)], mode="clip")
+                out[targets[some]] = rows
+        for k in np.flatnonzero(counts > ROUNDS):
+            rest = order[starts[k] + ROUNDS : starts[k] + counts[k]]
+            for block in blocks(len(rest), row_bytes):
+                rows = np.take(dy2, rest[block], axis=0, out=added[: block.stop - block.start], mode="clip")
+                out[targets[k]] += np.ones(len(rows), rows.dtype) @ rows
 
     def positions_backward(self, dy: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
         b, t, d = dy.shape

@@ -239,17 +239,24 @@ def test_swiglu(device, random, n, f):
     assert_allclose(y, reference.swiglu(gate_up), **TIGHT)
     numeric = slope(lambda: float((dy * reference.swiglu(gate_up)).sum()), gate_up, direction)
     assert_allclose((dx * direction).sum(), numeric, **SLOPE)
+    assert_allclose(device.swiglu_backward(dy, gate_up, y), dx, rtol=1e-11, atol=1e-13)
     single, dy32 = gate_up.astype(np.float32), dy.astype(np.float32)
-    unchanged(single, dy32)
-    assert_allclose(device.swiglu(single), y, **SINGLE)
-    assert_allclose(device.swiglu_backward(dy32, single), dx, **SINGLE)
+    y32 = device.swiglu(single)
+    unchanged(single, dy32, y32)
+    assert_allclose(y32, y, **SINGLE)
+    for known in (None, y32):
+        assert_allclose(device.swiglu_backward(dy32, single, known), dx, **SINGLE)
 
 
 @pytest.mark.filterwarnings("error")
 def test_swiglu_at_the_ends(device):
-    gate_up = np.array([[-1e4, 1e4, 2, 3]], np.float32)
-    assert_allclose(device.swiglu(gate_up), [[0, 3e4]], atol=1e-30)
-    assert_allclose(device.swiglu_backward(np.ones((1, 2), np.float32), gate_up), [[0, 3, 0, 1e4]], atol=1e-30)
+    gate_up = np.array([[-1e4, 1e4, 0, 0, 2, 4, 2, 3, 5, 0, 0, -1e-30]], np.float32)
+    s2, s4 = 1 / (1 + np.exp(-np.array([2.0, 4.0])))
+    y = device.swiglu(gate_up)
+    assert_allclose(y, [[0, 3e4, 0, 0, 0, -4e-30 * s4]], rtol=1e-6, atol=1e-37)
+    for known in (None, y):
+        dx = device.swiglu_backward(np.ones((1, 6), np.float32), gate_up, known)
+        assert_allclose(dx, [[0, 3, 2.5, 0, 0, 0, 0, 1e4, 0, 0, 2 * s2, 4 * s4]], rtol=1e-6, atol=1e-28)
 
 
 # -- opening ---------------------------------------------------------------------------------
