@@ -20,6 +20,11 @@ def rank() -> int:
     return next((int(os.environ[name]) for name in _RANKS if os.environ.get(name, "").isdigit()), 0)
 
 
+def launched() -> bool:
+    """Whether a launcher started this process."""
+    return any(os.environ.get(name, "").isdigit() for name in _RANKS if name != "SLURM_PROCID")
+
+
 def wrong_world(size: int) -> str | None:
     """What is wrong with a world of `size` ranks, in one line; None if it is as the launcher meant it.
 
