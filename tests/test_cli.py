@@ -66,11 +66,11 @@ REFUSED = [
     (["train", "tiny.toml", "run.device=abacus"], 'run.device="abacus" is unknown'),
     (["inspect", "nowhere"], "nowhere"),
 ]
-WORLDS = (2, 3, 5, 1)
+WORLDS = (1, 2, 3, 1, 2, 5)
 
 
 @pytest.mark.parametrize(("n", "args", "words"),
-                         [(WORLDS[i % 4] if "batch" not in words else 2, args, words) for i, (args, words) in enumerate(REFUSED)])
+                         [(WORLDS[i % 6] if "batch" not in words else 2, args, words) for i, (args, words) in enumerate(REFUSED)])
 def test_what_the_user_can_repair_is_one_line(folder, n, args, words):
     result = mpshard(n, folder, *args)
     assert result.returncode == 2, result.report()

@@ -74,7 +74,7 @@ def stop(comm: MPI.Comm, text: str, status: int) -> NoReturn:
     os._exit(status)
 
 
-def leave_together(comm: MPI.Comm, seconds: float = 8.0) -> bool:
+def leave_together(comm: MPI.Comm, seconds: float = 5.0) -> bool:
     """Whether all ranks come here within `seconds`. After False this rank is the only one, or one of a few, to leave."""
     request, limit = comm.Ibarrier(), time.monotonic() + seconds
     while not request.Test():
