@@ -98,7 +98,8 @@ class TrainConfig:
     micro_batch_size: int = key(4, "sequences a rank computes at a time", POSITIVE)
     seed: int = key(0, "of the initial weights, the sample order and dropout", COUNT, at_most(2**63 - 1))
     recompute: int | str = key(
-        "none", "blocks that keep only their input and run forward again in backward: none, block, or every k-th", NOT_EMPTY
+        "pointwise", "what backward makes again: none; pointwise = norms and activation functions; block = whole blocks, of which "
+        "only the input is kept; k = every k-th block", NOT_EMPTY
     )
     eval_every: int = key(0, "steps between evaluations; 0 = only at the end", COUNT)
     eval_batches: int = key(0, "micro-batches of an evaluation over all ranks, evenly spread; 0 = all", COUNT)

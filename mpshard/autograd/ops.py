@@ -78,7 +78,8 @@ def embedding_backward(tape: Tape, dy: Array, ids: Array, table: Parameter, posi
 def layer_norm(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter, eps: float) -> Tensor:
     """Normalise each row of x (..., d) to mean 0, variance 1, then scale and shift by weight, bias (d,)."""
     y, stats = tape.device.layer_norm(x.data, weight.data, bias.data, eps)
-    return tape.record(y, layer_norm_backward, x, weight, bias, stats)
+    out = Tensor(y, remake=lambda: tape.device.layer_norm(x.data, weight.data, bias.data, eps)[0])
+    return tape.record(out, layer_norm_backward, x, weight, bias, stats)
 
 
 def layer_norm_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, bias: Parameter, stats: Array) -> None:
@@ -89,7 +90,8 @@ def layer_norm_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, bia
 def rms_norm(tape: Tape, x: Tensor, weight: Parameter, eps: float) -> Tensor:
     """Divide each row of x (..., d) by its root mean square, then scale by weight (d,)."""
     y, stats = tape.device.rms_norm(x.data, weight.data, eps)
-    return tape.record(y, rms_norm_backward, x, weight, stats)
+    out = Tensor(y, remake=lambda: tape.device.rms_norm(x.data, weight.data, eps)[0])
+    return tape.record(out, rms_norm_backward, x, weight, stats)
 
 
 def rms_norm_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, stats: Array) -> None:
@@ -135,22 +137,28 @@ def _query_and_key_heads(qkv: Array, heads: int, kv_heads: int) -> tuple[Array, 
 # -- activations -----------------------------------------------------------------------------
 def gelu(tape: Tape, x: Tensor, approximate: bool = True) -> Tensor:
     """x * Phi(x), element by element; `approximate` is the tanh form that GPT-2 was trained with."""
-    y = tape.device.gelu(x.data, approximate)  # the next product keeps it anyway, and it saves backward an exponential
+    def make() -> Array:
+        return tape.device.gelu(x.data, approximate)
+
+    y = Tensor(make(), remake=make)  # backward has it anyway, for the next product's weight, and saves an exponential
     return tape.record(y, gelu_backward, x, y, approximate)
 
 
-def gelu_backward(tape: Tape, dy: Array, x: Tensor, y: Array, approximate: bool) -> None:
-    x.accumulate(tape.device.gelu_backward(dy, x.data, approximate, y), tape.device)
+def gelu_backward(tape: Tape, dy: Array, x: Tensor, y: Tensor, approximate: bool) -> None:
+    x.accumulate(tape.device.gelu_backward(dy, x.data, approximate, y.data), tape.device)
 
 
 def swiglu(tape: Tape, gate_up: Tensor) -> Tensor:
     """(..., 2f), gate and up side by side -> (..., f): silu(gate) * up."""
-    y = tape.device.swiglu(rows(gate_up.data)).reshape(*gate_up.data.shape[:-1], -1)
+    def make() -> Array:
+        return tape.device.swiglu(rows(gate_up.data)).reshape(*gate_up.data.shape[:-1], -1)
+
+    y = Tensor(make(), remake=make)
     return tape.record(y, swiglu_backward, gate_up, y)  # y: as in gelu
 
 
-def swiglu_backward(tape: Tape, dy: Array, gate_up: Tensor, y: Array) -> None:
-    dx = tape.device.swiglu_backward(rows(dy), rows(gate_up.data), rows(y))
+def swiglu_backward(tape: Tape, dy: Array, gate_up: Tensor, y: Tensor) -> None:
+    dx = tape.device.swiglu_backward(rows(dy), rows(gate_up.data), rows(y.data))
     gate_up.accumulate(dx.reshape(gate_up.data.shape), tape.device)
 
 
@@ -202,7 +210,7 @@ def dropout_backward(tape: Tape, dy: Array, x: Tensor, probability: float, key: 
 
 def residual(tape: Tape, x: Tensor, branch: Tensor, probability: float = 0.0) -> Tensor:
     """x + dropout(branch), written over the branch's array unless the branch's own rule needs that. Shapes equal."""
-    if tape.recording and tape.entries and any(kept is branch.data for kept in tape.entries[-1][2]):
+    if tape.recording and tape.entries and any(kept is branch or kept is branch.data for kept in tape.entries[-1][2]):
         y = tape.device.empty(branch.data.shape, branch.data.dtype)
         y[...] = branch.data
     else:

@@ -16,13 +16,27 @@ from mpshard.device.base import Array, Device
 
 
 class Tensor:
-    """An activation: its array, and during backward the gradient gathered so far (same shape)."""
+    """An activation: its array, and during backward the gradient gathered so far (same shape).
 
-    __slots__ = ("data", "grad")
+    remake: how to compute the array again from what its operation kept, for those that are cheap to make and large to
+    keep (norms, activations): it may be dropped between forward and backward.
+    """
 
-    def __init__(self, data: Array | None) -> None:
-        self.data = data
+    __slots__ = ("_data", "grad", "remake")
+
+    def __init__(self, data: Array | None, remake: Callable[[], Array] | None = None) -> None:
+        self._data, self.remake = data, remake
         self.grad: Array | None = None
+
+    @property
+    def data(self) -> Array:
+        if self._data is None and self.remake is not None:
+            self._data = self.remake()
+        return self._data
+
+    @data.setter
+    def data(self, data: Array | None) -> None:
+        self._data = data
 
     def accumulate(self, grad: Array, device: Device) -> None:
         """Add `grad`, which from now on belongs to this tensor."""
@@ -111,9 +125,9 @@ class Tape:
         self.entries: list[tuple[Rule, Tensor, tuple[Any, ...]]] = []
         self.random_ops = 0
 
-    def record(self, data: Array | None, rule: Rule, *saved: Any) -> Tensor:
+    def record(self, result: Array | Tensor | None, rule: Rule, *saved: Any) -> Tensor:
         """Wrap an operation's result; keep its rule and what that needs, unless nothing is recorded."""
-        out = Tensor(data)
+        out = result if isinstance(result, Tensor) else Tensor(result)
         if self.recording:
             self.entries.append((rule, out, saved))
         self.after_op()
@@ -129,6 +143,12 @@ class Tape:
                 rule(self, dy, *saved)
             del out, saved, dy
             self.after_op()
+
+    def drop_cheap(self) -> None:
+        """Let go of the results that can be made again. Backward makes each once more, when it first needs it."""
+        for _, out, _ in self.entries:
+            if out.remake is not None:
+                out.data = None
 
     def random_key(self) -> tuple[int, int]:
         """Two uint32 for the next random operation: a function of the tape's key and the operation's number only."""

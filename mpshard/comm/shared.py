@@ -112,12 +112,12 @@ class SharedSlot(Slot):
 
     private = False
 
-    def __init__(self, array: Array, neighbours: list[Array], ready: Counter, done: Counter) -> None:
+    def __init__(self, array: Array, neighbours: list[Array], ready: Counter, done: Counter, progress: Progress) -> None:
         super().__init__(array)
-        self.neighbours, self.ready, self.done = neighbours, ready, done
+        self.neighbours, self.ready, self.done, self.progress = neighbours, ready, done, progress
 
     def acquire(self) -> None:
-        collectives.wait_until(self.done.reached(self.ready.mine))
+        collectives.wait_until(self.done.reached(self.ready.mine), meanwhile=self.progress.poll)
 
 
 class SharedTransport:
@@ -157,7 +157,7 @@ class SharedTransport:
         neighbours = [self._shared(size, dtype) for _ in range(buffers)]
         mine = neighbours[self.local if buffers > 1 else 0]
         self.device.memory.count(kind, mine.nbytes if buffers > 1 else mine.nbytes // self.node.size)
-        return SharedSlot(mine, neighbours, self.memory.counter(), self.memory.counter())
+        return SharedSlot(mine, neighbours, self.memory.counter(), self.memory.counter(), self.progress)
 
     # -- gather ------------------------------------------------------------------------------
     def gather(self, store: Store, slot: Slot | None) -> Pending:

@@ -105,6 +105,7 @@ class Engine:
             Gather: self._gather, Forward: self._forward, Free: self._free, Backward: self._backward,
             Reduce: self._reduce, Finish: self._finish, Step: self._step}
         self.recomputed: frozenset[str] = frozenset()  # stages that keep only their input, and run forward twice
+        self.drops_cheap = False  # whether norms and activations are made again in backward
         self.loss_scale = 1.0
 
     def watch(self, observer: Observer | None) -> None:
@@ -176,6 +177,8 @@ class Engine:
             x = Tensor(x.data)
         y = self.modules[name].forward(tape, x, self.batches[mb])
         if self.keys:
+            if self.drops_cheap and name != self.order[-1]:  # the last one's backward follows at once
+                tape.drop_cheap()
             self.tapes[name, mb] = tape, x, y if tape.recording else None
         if name == self.order[-1]:
             self.outputs.append(y)

@@ -28,7 +28,7 @@ class Options:
     reduce: str = "mpi"
     transport: str = "auto"
     progress: str = "auto"
-    recompute: str | int = "none"
+    recompute: str | int = "pointwise"
     precision: Precision = field(default_factory=Precision)
 
     def __post_init__(self) -> None:
@@ -39,8 +39,9 @@ class Options:
                 raise ConfigError(f'shard.{key}="{getattr(self, key)}" is not known; use {", ".join(known)}')
         if self.prefetch < 0:
             raise ConfigError(f"shard.prefetch={self.prefetch} must be 0 or more")
-        if self.recompute not in ("none", "block") and not (isinstance(self.recompute, int) and self.recompute > 0):
-            raise ConfigError(f'train.recompute="{self.recompute}" is not known; use "none", "block", or a number k for every k-th block')
+        if self.recompute not in ("none", "pointwise", "block") and not (isinstance(self.recompute, int) and self.recompute > 0):
+            raise ConfigError(f'train.recompute="{self.recompute}" is not known; use "none", "pointwise", "block", '
+                              "or a number k for every k-th block")
         if self.deterministic and self.accumulate == "unsharded":
             raise ConfigError("shard.accumulate=unsharded sums a rank's micro-batches first, in an order that depends on the number "
                               "of ranks; shard.deterministic=true needs sharded")
@@ -75,7 +76,7 @@ class Options:
 
 def recomputed(model: Model, choice: str | int) -> frozenset[str]:
     """Names of the modules that keep only their input and run forward again in backward: blocks, never the first or last."""
-    if choice == "none":
+    if choice in ("none", "pointwise"):
         return frozenset()
     every = 1 if choice == "block" else int(choice)
     return frozenset(module.name for module in model.modules[1:-1][::every])

@@ -68,6 +68,7 @@ class Sharded:
         self.stages = stages_of(model, groups)
         self.engine = Engine(model.modules, self.stages, self.units, device, transport, progress.poll)
         self.engine.recomputed = recomputed(model, options.recompute)
+        self.engine.drops_cheap = options.recompute != "none"
         self.loss_scale = LossScale() if "fp16" in (options.precision.param, options.precision.reduce) else None
         self._programs: dict[int, Prepared] = {}  # by micro-batches a step; 0: forward only
         self.initialise()

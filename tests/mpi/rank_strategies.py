@@ -80,6 +80,7 @@ DETERMINISTIC = [
     {}, {"prefetch": 0}, {"prefetch": 3}, {"transport": "mpi"}, {"transport": "mpi", "progress": "thread", "prefetch": 2},
     {"unit": 2}, {"unit": "20kB"}, {"strategy": "grad_op"}, {"strategy": "optim", "transport": "mpi"}, {"strategy": "none"},
     {"transport": "shm", "ranks_on_node": 1}, {"transport": "shm", "ranks_on_node": 2}, {"recompute": "block"},
+    {"recompute": "none"},
 ]
 
 
