@@ -181,6 +181,22 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    """``[guard]``: what goes wrong without anything failing."""
+
+    nan: Literal["stop", "skip", "rollback"] = key(
+        "stop", "when loss or gradient norm is not finite: stop, skip the step, or go back to the last checkpoint and pass over "
+                "the batches since"
+    )
+    spike: float = key(0.0, "loss or norm over its median by this many robust deviations is a spike; 0 = none is", NONNEGATIVE)
+    on_spike: Literal["skip", "rollback", "stop"] = key("skip", "as guard.nan; only with guard.spike above 0")
+    window: int = key(100, "good steps that a spike is measured against; as many in a row also clear the count of tries", at_least(8))
+    tries: int = key(3, "interventions after which the run stops", POSITIVE)
+    check_every: int = key(0, "steps between comparisons, by hash, of what ranks hold alike; 0 = never", COUNT)
+    checksums: bool = key(False, "debugging: each gathered unit is compared with its owners' checksums, each slice with its own")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """``[run]``: where things go."""
 
@@ -188,6 +204,9 @@ class RunConfig:
     resume: str = key("", "auto = go on from the last checkpoint of run.dir, if it has one; DIR = from that checkpoint; "
                           "never = start over; empty = refuse if run.dir holds a run")
     device: Literal["auto", "numpy", "cupy"] = key("auto", "array library")
+    timeout: float = key(
+        0.0, "seconds without progress after which a stalled job is ended; 0 = 20 of the longest steps, at least 60 s", NONNEGATIVE
+    )
     trace: bool = key(False, "write trace.json: what every rank did when, for ui.perfetto.dev")
     trace_steps: int = key(5, "steps that the trace holds, the run's first", POSITIVE, needs="run.trace=true")
 
@@ -204,6 +223,7 @@ class Config:
     precision: PrecisionConfig = PrecisionConfig()
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
     run: RunConfig = RunConfig()
 
 
@@ -337,6 +357,12 @@ def _validate_training(config: Config, world: int) -> None:
             f"train.global_batch_size={t.global_batch_size} is not a multiple of train.micro_batch_size x ranks = "
             f"{t.micro_batch_size} x {world} = {unit}; nearest: {_nearest_multiple(t.global_batch_size, unit)}"
         )
+    g = config.guard
+    if g.on_spike != "skip" and not g.spike:
+        raise ConfigError(f"guard.on_spike={g.on_spike} has no effect with guard.spike=0; set guard.spike or remove it")
+    for name in ("nan", "on_spike"):
+        if getattr(g, name) == "rollback" and not config.checkpoint.every:
+            raise ConfigError(f"guard.{name}=rollback needs checkpoints to go back to: set checkpoint.every")
     if o.warmup_steps > t.steps:
         raise ConfigError(f"optim.warmup_steps={o.warmup_steps} is over train.steps={t.steps}; lower it")
     if d.eval == "none":

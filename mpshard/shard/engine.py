@@ -20,6 +20,7 @@ from mpshard.shard.schedule import (
     Forward,
     Free,
     Gather,
+    Instruction,
     Program,
     Reduce,
     Slots,
@@ -107,6 +108,11 @@ class Engine:
         self.recomputed: frozenset[str] = frozenset()  # stages that keep only their input, and run forward twice
         self.drops_cheap = False  # whether norms and activations are made again in backward
         self.loss_scale = 1.0
+        # Where it is, for whoever asks from another thread: instructions begun so far, the one under way, and the
+        # communication that it waits for.
+        self.begun = 0
+        self.doing: Instruction | None = None
+        self.waits_for = ""
 
     def watch(self, observer: Observer | None) -> None:
         """Tell `observer` of what happens from now on; None: nobody."""
@@ -140,12 +146,13 @@ class Engine:
         gathered, reduced = self.transport.bytes_gathered, self.transport.bytes_reduced
         for self.index, instruction in enumerate(prepared.program):
             start = time.perf_counter()
+            self.begun, self.doing = self.begun + 1, instruction
             self.handlers[type(instruction)](instruction)
             if self.observer is not None:
                 self.observer.ran(self.index, instruction, start, time.perf_counter())
         self.counters.bytes_gathered = self.transport.bytes_gathered - gathered
         self.counters.bytes_reduced = self.transport.bytes_reduced - reduced
-        self.stream = {}
+        self.stream, self.doing = {}, None
         return self.outputs, self.counters
 
     def _gather(self, instruction: Gather) -> None:
@@ -161,7 +168,9 @@ class Engine:
     def _wait_for(self, units: Sequence[str]) -> float:
         waited_here = 0.0
         for name in units:
+            self.waits_for = f"Gather {name}"
             waited, in_flight = self.units[name].wait_full()
+            self.waits_for = ""
             self.counters.in_flight_s += in_flight
             waited_here += waited
         self.counters.gather_wait_s += waited_here
@@ -197,7 +206,9 @@ class Engine:
         for unit in self.stages[name].gradients:
             if not self.units[unit].gradients.is_open:
                 slot = self.gradient_of[self.prepared.gradients.taken[unit, mb]]
+                self.waits_for = f"Reduce {unit}"  # of others, who may still read what the buffer held
                 waited_for_slot = self.units[unit].gradients.open(slot)
+                self.waits_for = ""
                 self.counters.reduce_wait_s += waited_for_slot
                 waited += waited_for_slot
         tape, x, y = self.tapes.pop((name, mb))
@@ -221,7 +232,9 @@ class Engine:
 
     def _finish(self, instruction: Finish) -> None:
         gradients = self.units[instruction.unit].gradients
+        self.waits_for = f"Reduce {instruction.unit}"
         waited, in_flight = gradients.finish()
+        self.waits_for = ""
         self.counters.reduce_wait_s += waited
         self.counters.in_flight_s += in_flight
         if self.index == self.last_finish[instruction.unit]:
@@ -231,4 +244,6 @@ class Engine:
         """The gradients are complete after this; the optimizer runs outside, on the slices."""
         for unit in self.units.values():
             if unit.learns:
+                self.waits_for = f"Reduce {unit.name}"
                 self.counters.reduce_wait_s += unit.gradients.settle()
+        self.waits_for = ""
