@@ -54,6 +54,7 @@ class Sharded:
     units: {name: Unit}, in execution order.
     seed: with parameter names, decides initial values and dropout masks.
     steps: steps begun so far; part of the dropout masks' key.
+    last: what the latest `step` returned, None before the first.
     loss_scale: the dynamic scale of fp16 gradients, None for other precisions.
     """
 
@@ -70,6 +71,7 @@ class Sharded:
         self.engine.recomputed = recomputed(model, options.recompute)
         self.engine.drops_cheap = options.recompute != "none"
         self.loss_scale = LossScale() if "fp16" in (options.precision.param, options.precision.reduce) else None
+        self.last: StepOutput | None = None
         self._programs: dict[int, Prepared] = {}  # by micro-batches a step; 0: forward only
         self.initialise()
 
@@ -143,7 +145,8 @@ class Sharded:
         loss, tokens, squares = self._totals([loss.value for loss in losses], np.count_nonzero(targets != self.ignore_index))
         if tokens == 0:
             raise ValueError(f"the step has no valid token: every target is ignore_index={self.ignore_index}")
-        return StepOutput(loss / tokens, int(tokens), math.sqrt(squares) / scale / tokens, scale, counters)
+        self.last = StepOutput(loss / tokens, int(tokens), math.sqrt(squares) / scale / tokens, scale, counters)
+        return self.last
 
     def _totals(self, losses: list[float], tokens: int) -> tuple[float, float, float]:
         """Sum of token losses, valid tokens, and squared norm of their gradient, over all ranks."""
