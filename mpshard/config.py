@@ -83,6 +83,7 @@ class DataConfig:
     )
     chat_template: str = key("auto", "a Jinja file; auto = the tokenizer's directory's", NOT_EMPTY, needs="data.format=chat")
     seq_len: int = key(256, "tokens of a sample", POSITIVE)
+    shuffle: bool = key(True, "a new random order of samples each epoch; false = as they lie")
     token_dtype: Literal["auto", "uint16", "uint32"] = key(
         "auto", "type of the ids in .bin files; auto = uint16 if vocab_size fits, else uint32"
     )
@@ -102,6 +103,7 @@ class TrainConfig:
         "only the input is kept; k = every k-th block", NOT_EMPTY
     )
     eval_every: int = key(0, "steps between evaluations; 0 = only at the end", COUNT)
+    eval_ema: bool = key(False, "evaluate, and sample at the end, with the running average of the weights (optim.ema)")
     eval_batches: int = key(0, "micro-batches of an evaluation over all ranks, evenly spread; 0 = all", COUNT)
     log_every: int = key(1, "steps between lines of metrics.jsonl", POSITIVE)
     sample_tokens: int = key(0, "tokens of the sample printed at the end; 0 = none", COUNT)
@@ -110,11 +112,23 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """``[optim]``: AdamW, its schedule and clipping."""
+    """``[optim]``: the update, its schedule and clipping."""
 
+    name: Literal["adamw", "sgd", "muon"] = key(
+        "adamw", "adamw; sgd = with momentum; muon = orthogonal momentum for the blocks' matrices, adamw for the rest"
+    )
+    trainable: tuple[str, ...] = key((), "name patterns of the parameters that learn, as *.attn.*; empty = all")
     lr: float = key(1e-3, "peak learning rate", NONNEGATIVE)
-    betas: tuple[float, float] = key((0.9, 0.95), "decay of the two moments", FRACTIONS)
-    eps: float = key(1e-8, "added to the root of the second moment", ABOVE_ZERO)
+    betas: tuple[float, float] = key((0.9, 0.95), "decay of the two moments", FRACTIONS, needs="optim.name=adamw|muon")
+    eps: float = key(1e-8, "added to the root of the second moment", ABOVE_ZERO, needs="optim.name=adamw|muon")
+    momentum: float = key(0.95, "share of the last update's direction that is kept", FRACTION, needs="optim.name=sgd|muon")
+    muon_lr_factor: float = key(1.0, "rate of the matrices over optim.lr", ABOVE_ZERO, needs="optim.name=muon")
+    muon_scale: Literal["moonshot", "jordan"] = key(
+        "moonshot", "size of the matrices' update: 0.2 sqrt(larger side), as AdamW's; or sqrt(outputs / inputs), at least 1",
+        needs="optim.name=muon"
+    )
+    moments: Literal["fp32", "bf16"] = key("fp32", "format of the moments; bf16 is rounded at random")
+    ema: float = key(0.0, "decay of a running average of the weights, as 0.999; 0 = none", FRACTION)
     weight_decay: float = key(0.1, "decoupled decay a step, times the learning rate", NONNEGATIVE)
     no_decay: tuple[str, ...] = key((), "name patterns without decay, as *.bias; empty = all 1-D parameters")
     warmup_steps: int = key(0, "steps of linear warm-up from 0", COUNT)
@@ -174,6 +188,10 @@ class CheckpointConfig:
     every: int = key(0, "steps between checkpoints; 0 = only at the end", COUNT)
     keep: int = key(2, "checkpoints that stay, the newest; 0 = all", COUNT)
     async_: bool = key(False, "write while training goes on, from a copy of the weights and the optimizer's state")
+    weights: Literal["trained", "ema"] = key(
+        "trained", "what model.safetensors holds: the weights, or their running average (optim.ema), with the weights themselves in "
+        "optimizer.safetensors"
+    )
     max_shard_bytes: int = key(50_000_000_000, "larger models are cut into several files; 0 = never", COUNT)
     dtype: Literal["fp32", "bf16"] = key(
         "fp32", "of the weights in model.safetensors; with bf16 the exact ones are kept in optimizer.safetensors"
@@ -365,6 +383,9 @@ def _validate_training(config: Config, world: int) -> None:
             raise ConfigError(f"guard.{name}=rollback needs checkpoints to go back to: set checkpoint.every")
     if o.warmup_steps > t.steps:
         raise ConfigError(f"optim.warmup_steps={o.warmup_steps} is over train.steps={t.steps}; lower it")
+    for name, used in (("train.eval_ema=true", t.eval_ema), ("checkpoint.weights=ema", config.checkpoint.weights == "ema")):
+        if used and not o.ema:
+            raise ConfigError(f"{name} needs a running average: set optim.ema, as optim.ema=0.999")
     if d.eval == "none":
         for name, value in (("eval_every", t.eval_every), ("eval_batches", t.eval_batches)):
             if value:

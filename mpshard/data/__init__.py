@@ -45,12 +45,13 @@ def open_data(config: Config) -> Data:
 def open_batches(config: Config, tokenizer: Tokenizer, which: str) -> Batches | PackedBatches:
     """The data of ``data.train`` or ``data.eval``; `which` is "train" or "eval"."""
     d, name = config.data, f"data.{which}"
+    seed = config.train.seed if d.shuffle else None
     sources = d.train if which == "train" else d.eval
     if d.format == "text":
         tokens = open_tokens(sources, tokenizer, config.model.vocab_size, d.token_dtype, held_out=which == "eval")
-        return Batches(tokens, d.seq_len, config.train.seed, d.ignore_index, name)
+        return Batches(tokens, d.seq_len, seed, d.ignore_index, name)
     documents = _documents(config, tokenizer, [sources] if isinstance(sources, str) else list(sources))
-    return PackedBatches(documents, d.seq_len, config.model.vocab_size, config.train.seed, d.ignore_index, name)
+    return PackedBatches(documents, d.seq_len, config.model.vocab_size, seed, d.ignore_index, name)
 
 
 def _documents(config: Config, tokenizer: Tokenizer, sources: list[str]) -> Iterator[Document]:

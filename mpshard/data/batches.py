@@ -36,12 +36,12 @@ class Batch(NamedTuple):
 
 
 def deal(
-    position: int, n_samples: int, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, world: int
+    position: int, n_samples: int, seed: int | None, global_batch_size: int, micro_batch_size: int, rank: int, world: int
 ) -> npt.NDArray[np.int64]:
     """Which samples a rank computes in the step that starts at sample `position` of the endless stream of epochs.
 
     The step is cut into global micro-batches of `micro_batch_size` samples; number g = m * world + rank is this
-    rank's micro-batch m. Which samples a global micro-batch holds does not depend on `world`.
+    rank's micro-batch m. Which samples a global micro-batch holds does not depend on `world`. seed: None for no shuffling.
 
     Returns
     -------
@@ -51,7 +51,7 @@ def deal(
         raise ValueError(f"{global_batch_size} samples do not fill micro-batches of {micro_batch_size} x {world}")
     g = np.arange(rank, global_batch_size // micro_batch_size, world)  # (micro-batches,)
     positions = position + g[:, None] * micro_batch_size + np.arange(micro_batch_size)
-    return sample_ids(positions, n_samples, seed)
+    return positions % n_samples if seed is None else sample_ids(positions, n_samples, seed)
 
 
 def deal_evaluation(n_samples: int, micro_batch_size: int, rank: int, world: int, limit: int = 0) -> Iterator[int]:
@@ -73,7 +73,7 @@ class Batches:
     ----------
     tokens : the corpus; at least 2 tokens.
     seq_len : tokens of a sample.
-    seed : of the order of training samples.
+    seed : of the order of training samples; None: as they lie.
     ignore_index : target of positions that do not count in the loss.
     name : of the corpus, for errors.
     """
@@ -81,7 +81,7 @@ class Batches:
     about = ""  # what a user should know of how it was made
 
     def __init__(
-        self, tokens: Tokens, seq_len: int, seed: int = 0, ignore_index: int = -100, name: str = "the data"
+        self, tokens: Tokens, seq_len: int, seed: int | None = 0, ignore_index: int = -100, name: str = "the data"
     ) -> None:
         if len(tokens) < 2:
             raise ConfigError(f"{name} has {len(tokens)} tokens; there is nothing to predict")

@@ -50,7 +50,7 @@ class PackedBatches:
     ConfigError : no document has anything to learn, or one has ids outside the vocabulary.
     """
 
-    def __init__(self, documents: Iterable[Document], seq_len: int, vocab_size: int, seed: int = 0, ignore_index: int = -100,
+    def __init__(self, documents: Iterable[Document], seq_len: int, vocab_size: int, seed: int | None = 0, ignore_index: int = -100,
                  name: str = "the data") -> None:
         self.seq_len, self.seed, self.ignore_index, self.name = seq_len, seed, ignore_index, name
         self._documents: list[Document] = []

@@ -26,6 +26,12 @@ def test_targets_are_inputs_shifted_by_one():
     np.testing.assert_array_equal(batch.inputs[..., 0].ravel(), expected)
 
 
+def test_without_a_seed_samples_come_as_they_lie():
+    batches = counting(31, 5, seed=None)
+    starts = [batches.step_batch(position, 4, 1, rank, 2).inputs[:, 0, 0].tolist() for position in (0, 4) for rank in (0, 1)]
+    assert starts == [[0, 10], [5, 15], [20, 0], [25, 5]]  # and from the start again
+
+
 @pytest.mark.parametrize("world", [2, 3, 4, 6])
 def test_global_micro_batches_do_not_depend_on_the_world(world):
     batches = counting(1000, 9, seed=1)
