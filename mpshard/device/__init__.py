@@ -10,8 +10,10 @@ from mpshard.device.base import Array, Device, Kind, Memory
 __all__ = ["Array", "Device", "Kind", "Memory", "open_device", "why_no_cupy"]
 
 
-def open_device(name: str = "auto", poison: bool = False) -> Device:
+def open_device(name: str = "auto", poison: bool = False, node_rank: int = 0) -> Device:
     """The device called "numpy" or "cupy"; "auto" is CuPy where it is installed and finds a GPU, else NumPy.
+
+    node_rank: of this rank among those of its node: which of the node's GPUs it takes.
 
     Raises ConfigError for another name and where CuPy is asked for and cannot be had.
     """
@@ -26,13 +28,11 @@ def open_device(name: str = "auto", poison: bool = False) -> Device:
         return NumpyDevice(poison)
     from mpshard.device.cupy_device import CupyDevice
 
-    return CupyDevice(poison)
+    return CupyDevice(poison, node_rank)
 
 
 def why_no_cupy() -> str | None:
     """One line for the user, or None if a CuPy device can be opened."""
-    if find_spec("mpshard.device.cupy_device") is None:
-        return "this version of mpshard has no CuPy device yet"
     if find_spec("cupy") is None:
         return "CuPy is not installed (pip install 'mpshard[cuda12]' or 'mpshard[cuda13]')"
     import cupy

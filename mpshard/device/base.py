@@ -57,6 +57,7 @@ class Device(Protocol):
     xp: ModuleType
     memory: Memory
     poison: bool  # tests: fill with NaN whatever is handed out uninitialised or given back
+    on_host: bool  # arrays are the host's memory and calls return when their work is done; else see `Accelerator`
 
     # -- memory ------------------------------------------------------------------------------
     def empty(self, shape: int | tuple[int, ...], dtype: Any, kind: Kind = Kind.ACTIVATION) -> Array:
@@ -69,6 +70,9 @@ class Device(Protocol):
 
     def to_host(self, array: Array) -> Any:
         """A NumPy array with the same values; on the CPU possibly the same memory."""
+
+    def read(self, scalars: Sequence[Any]) -> Any:
+        """The values that `sum_of_squares` and `cross_entropy` returned, as one float64 NumPy array: a step's one wait."""
 
     def synchronise(self) -> None:
         """Return when everything issued so far has been done."""
@@ -221,3 +225,34 @@ class Device(Protocol):
         In a fixed binary tree: the first half (the largest power of two below their number) plus the rest, likewise
         summed. So the sum of 4 is the sum of the two sums of 2, whoever made those.
         """
+
+
+class Event(Protocol):
+    """A point in the work of a device."""
+
+    done: bool  # whether everything before it has been done
+
+    def synchronize(self) -> None:
+        """Return when it has."""
+
+
+class Accelerator(Device, Protocol):
+    """A device that works while the host goes on, in memory of its own. What transports need of it.
+
+    A device computes in one order; copies to and from pinned host memory run beside, in an order of their own.
+    """
+
+    def record(self) -> Event:
+        """The point that the device's arithmetic has been issued to."""
+
+    def wait(self, event: Event) -> None:
+        """Arithmetic issued from now on runs after the event. The host does not wait."""
+
+    def pinned(self, nbytes: int) -> Any:
+        """Host memory that the device copies to and from, as a NumPy array of bytes. Not in the account."""
+
+    def download(self, array: Array, host: Any, after: Sequence[Event] = ()) -> Event:
+        """Start a copy of a contiguous array to pinned memory once the events are done. -> when it has arrived."""
+
+    def upload(self, host: Any, array: Array, after: Sequence[Event] = ()) -> Event:
+        """The same from pinned memory to a contiguous array."""

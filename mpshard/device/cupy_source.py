@@ -31,11 +31,16 @@ def kernels() -> dict[str, str]:
     """{kernel: its file}. A kernel's name is unique among all files."""
     found: dict[str, str] = {}
     for path in sorted(FOLDER.glob("*.cu")):
-        for name, _ in _KERNEL.findall(path.read_text(encoding="utf-8")):
+        for name in kernels_in(path.read_text(encoding="utf-8")):
             if name in found:
                 raise ValueError(f"{found[name]} and {path.name} both define the kernel {name}")
             found[name] = path.name
     return found
+
+
+def kernels_in(text: str) -> list[str]:
+    """The kernels that a source text defines."""
+    return [name for name, _ in _KERNEL.findall(text)]
 
 
 @cache

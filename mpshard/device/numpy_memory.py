@@ -8,7 +8,7 @@ three arrays of it fit the 0.5 to 2 MiB that cores have; a few more come from a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from types import ModuleType
 from typing import Any
@@ -47,6 +47,7 @@ class NumpyMemory:
     """The memory part of `mpshard.device.base.Device`; the kernels' classes build on it."""
 
     name = "numpy"
+    on_host = True
     xp: ModuleType = np
 
     def __init__(self, poison: bool = False) -> None:
@@ -75,6 +76,9 @@ class NumpyMemory:
 
     def to_host(self, array: np.ndarray) -> np.ndarray:
         return array
+
+    def read(self, scalars: Sequence[float]) -> np.ndarray:
+        return np.array(scalars, np.float64)
 
     def synchronise(self) -> None:
         """Nothing to wait for: NumPy has done its work when it returns."""

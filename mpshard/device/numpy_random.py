@@ -54,7 +54,7 @@ def random_words(
     key: tuple[int, int], start: int, counter: np.ndarray, out: np.ndarray, scratch: np.ndarray
 ) -> None:
     """Words of elements start + counter into `out`, all uint32; the range must not cross a multiple of 2^32."""
-    a, b = _spread_key(key, start >> 32)
+    a, b = spread_key(key, start >> 32)
     np.add(counter, np.uint32(start & _WORD), out=out)
     out ^= np.uint32(a)
     _mix(out, scratch)
@@ -78,7 +78,7 @@ def _mix_word(x: int) -> int:
     return x ^ (x >> 16)
 
 
-def _spread_key(key: tuple[int, int], high: int) -> tuple[int, int]:
+def spread_key(key: tuple[int, int], high: int) -> tuple[int, int]:
     k0, k1 = key
     a = k0 ^ _mix_word(k1 + 0x9E3779B9)
     b = k1 ^ _mix_word(a + high + 0x85EBCA6B)

@@ -12,3 +12,22 @@ def device():
 @pytest.fixture
 def random():
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def gpu(request):
+    """A CuPy device: with `-m gpu` on a GPU, else on the stand-in, whose kernels g++ compiles for the CPU."""
+    from mpshard.config import ConfigError
+    from mpshard.device import open_device
+    from tests.device import cuda_on_cpu, lazy_cupy
+
+    if "gpu" in request.config.getoption("-m"):
+        try:
+            yield open_device("cupy", poison=True)
+        except ConfigError as error:
+            pytest.skip(str(error))
+        return
+    if reason := cuda_on_cpu.missing():
+        pytest.skip(reason)
+    with lazy_cupy.installed():
+        yield open_device("cupy", poison=True)

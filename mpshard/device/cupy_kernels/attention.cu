@@ -18,7 +18,7 @@
 #define LD (HEAD + PAD)  // rows of a tile start in different banks, and on 16 bytes
 #define LP (TILE + PAD)  // of a strip of scores
 
-SHARED_MEMORY(uint4, shared);
+SHARED_MEMORY(shared);
 
 struct Shape {  // of one call
     long long t, heads, kv_heads, e;

@@ -19,7 +19,7 @@ KERNEL cast(const T* x, U* out, long long size) {
 // -- activations -----------------------------------------------------------------------------
 // The tanh form is x s(w), s(w) = 1 / (1 + exp(-w)), w = x (LINEAR + CUBIC x^2): 0.5 (1 + tanh u) = s(2u).
 #define LINEAR ((A)1.5957691216057308)  // 2 sqrt(2 / pi)
-#define CUBIC ((A)0.07135481282739872)  // LINEAR * 0.044715
+#define CUBIC ((A)0.07135481627260025)  // LINEAR * 0.044715
 
 INLINE A logistic(A x) { return 1 / (1 + exponential(-x)); }
 INLINE A normal_cdf(A x) { return (A)0.5 * (1 + error_function(x * (A)0.7071067811865476)); }

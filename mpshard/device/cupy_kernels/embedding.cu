@@ -1,6 +1,8 @@
 // Embedding rows, their gradient in a fixed order, and rotary positions.
 #include "numbers.cuh"
 
+SHARED_MEMORY(shared);
+
 // out (n, d) = table (v, d)[ids]. An id outside the table makes a row of NaN: an error cannot be raised from here.
 KERNEL embedding(const long long* ids, const T* table, T* out, long long n, long long d, long long v) {
     EVERY(i, n * d) {
@@ -16,7 +18,6 @@ KERNEL embedding(const long long* ids, const T* table, T* out, long long n, long
 // nothing to do. Every block looks through all ids, n^2 compares: at 2^14 tokens less than a thousandth of a step,
 // and there is no sort, which CuPy could not do without waiting for the GPU.
 KERNEL embedding_backward(const T* dy, const long long* ids, U* out, long long n, long long d, long long v) {
-    SHARED_MEMORY(double, shared);
     __shared__ unsigned matches[32];
     A* sums = (A*)shared;
     long long position = blockIdx.x, id = ids[position];

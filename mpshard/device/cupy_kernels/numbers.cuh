@@ -1,3 +1,5 @@
+#ifndef NUMBERS_CUH
+#define NUMBERS_CUH
 // Types of the kernels, and what every kernel needs of the language. No header is included: NVRTC then needs no toolkit.
 //
 // A file is compiled once for each set of types it is used with:
@@ -30,7 +32,7 @@ typedef Arithmetic<T>::type A;
 #define KERNEL extern "C" __global__ void
 #define INLINE __device__ __forceinline__
 #ifndef HOST_SHIM
-#define SHARED_MEMORY(type, name) extern __shared__ type name[]  // as much as the launch asks for
+#define SHARED_MEMORY(name) extern __shared__ uint4 name[]  // as much as the launch asks for, 16-byte aligned
 #endif
 
 // -- to and from arithmetic ------------------------------------------------------------------
@@ -77,7 +79,7 @@ INLINE float error_function(float x) { return erff(x); }
 INLINE double error_function(double x) { return erf(x); }
 INLINE A larger(A x, A y) { return x > y ? x : y; }
 
-const float LOWEST = -1e30f;  // below every score; not an infinity, so that differences of two are numbers
+#define LOWEST (-1e30f)  // below every score; not an infinity, so that differences of two are numbers
 
 // -- indices ---------------------------------------------------------------------------------
 INLINE long long first() { return (long long)blockIdx.x * blockDim.x + threadIdx.x; }  // of a loop over all elements
@@ -112,3 +114,4 @@ INLINE A block_max(A value) {
     for (unsigned warp = 1; warp < blockDim.x / 32; warp++) top = larger(top, parts[warp]);
     return top;
 }
+#endif

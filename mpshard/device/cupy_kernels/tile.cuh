@@ -1,3 +1,5 @@
+#ifndef TILE_CUH
+#define TILE_CUH
 // Products of small matrices in shared memory, by tensor cores where the type has them.
 //
 // Note on who holds what. A block of WARPS warps works on TILE = 16 WARPS rows, a strip of 16 rows a warp. Of a strip's
@@ -113,3 +115,4 @@ INLINE void store(const Strip<N>& strip, T* to, long long pitch, int rows, int w
             if (row_of(i) < rows && column_of(j, i) < width)
                 narrow(strip.at[j][i] * (i < 2 ? upper : lower), to[row_of(i) * pitch + column_of(j, i)]);
 }
+#endif

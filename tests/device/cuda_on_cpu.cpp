@@ -1,0 +1,111 @@
+// Runs the threads of a grid, for tests: see cuda_on_cpu.hpp.
+//
+// Note on threads. Blocks run one after another. A thread is a coroutine with a stack of its own; it runs until it comes
+// to a barrier (__syncthreads, __syncwarp, or any exchange within a warp) and is resumed when all others have come there.
+// If they never do, the kernel is wrong, and the program says so and aborts. A thread that meets no barrier hands its
+// coroutine to the next one, so kernels without barriers cost a function call a thread.
+//
+// Shared memory that a launch asks for is filled with 0xFF bytes (NaN) before every block.
+#include "cuda_on_cpu.hpp"
+#include <csetjmp>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <ucontext.h>
+#include <vector>
+
+Dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace shim {
+alignas(128) char dynamic_memory[256 << 10];
+
+struct Fiber {
+    ucontext_t start;
+    jmp_buf place;
+    std::unique_ptr<char[]> stack;
+    bool begun = false;
+    unsigned thread = 0, parity = 0;
+    Wait wait = IDLE;
+};
+static const size_t STACK = 256 << 10;
+static std::vector<std::unique_ptr<Fiber>> fibers;
+static Fiber* current;
+static jmp_buf scheduler;
+static unsigned next_thread;
+static void (*body)(void**);
+static void** arguments;
+static Message sets[2][1024];
+
+void pause_for(Wait wait) {
+    Fiber* self = current;
+    self->wait = wait;
+    if (!_setjmp(self->place)) _longjmp(scheduler, 1);
+}
+static void work() {
+    for (;;) {
+        while (next_thread < blockDim.x) {
+            current->thread = next_thread++, current->parity = 0;
+            threadIdx.x = current->thread;
+            body(arguments);
+        }
+        pause_for(IDLE);
+    }
+}
+static void resume(Fiber* fiber) {
+    current = fiber;
+    fiber->wait = RUNNING;
+    if (_setjmp(scheduler)) return;
+    if (!fiber->begun) {
+        fiber->begun = true;
+        fiber->stack.reset(new char[STACK]);
+        getcontext(&fiber->start);
+        fiber->start.uc_stack.ss_sp = fiber->stack.get(), fiber->start.uc_stack.ss_size = STACK;
+        makecontext(&fiber->start, work, 0);
+        setcontext(&fiber->start);
+    }
+    threadIdx.x = fiber->thread;
+    _longjmp(fiber->place, 1);
+}
+static void run_block() {
+    next_thread = 0;
+    memset(dynamic_memory, 0xff, sizeof dynamic_memory);
+    while (next_thread < blockDim.x) {  // each coroutine takes threads until one of them waits
+        Fiber* idle = nullptr;
+        for (auto& fiber : fibers) if (fiber->wait == IDLE) { idle = fiber.get(); break; }
+        if (!idle) { fibers.emplace_back(new Fiber); idle = fibers.back().get(); }
+        resume(idle);
+    }
+    for (;;) {
+        std::vector<std::vector<Fiber*>> warps((blockDim.x + 31) / 32);
+        for (auto& fiber : fibers) if (fiber->wait != IDLE) warps[fiber->thread / 32].push_back(fiber.get());
+        bool alive = false, moved = false;
+        for (auto& warp : warps) {
+            if (warp.empty()) continue;
+            alive = true;
+            bool ready = true;
+            for (Fiber* fiber : warp) ready = ready && fiber->wait == FOR_WARP;
+            if (!ready) continue;
+            moved = true;
+            for (Fiber* fiber : warp) resume(fiber);
+        }
+        if (!alive) return;
+        if (moved) continue;
+        for (auto& warp : warps)
+            for (Fiber* fiber : warp)
+                if (fiber->wait != FOR_BLOCK) {
+                    fprintf(stderr, "thread %u waits at a barrier that others do not come to\n", fiber->thread);
+                    abort();
+                }
+        for (auto& warp : warps) for (Fiber* fiber : warp) resume(fiber);
+    }
+}
+void run(Dim3 grid, unsigned threads, void (*kernel)(void**), void** args) {
+    body = kernel, arguments = args;
+    gridDim = grid, blockDim = {threads, 1, 1};
+    for (blockIdx.z = 0; blockIdx.z < grid.z; blockIdx.z++)
+        for (blockIdx.y = 0; blockIdx.y < grid.y; blockIdx.y++)
+            for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) run_block();
+}
+// A thread writes into one set while others may still read the other: a warp is never more than one exchange apart.
+Message* messages() { return sets[current->parity ^= 1]; }
+}  // namespace shim

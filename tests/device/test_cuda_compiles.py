@@ -1,0 +1,38 @@
+"""Every kernel's source, in every precision, compiles for the GPUs the project names, without a warning."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from mpshard.device import cupy_source
+
+ARCHITECTURES = ("80", "90")  # A100, H100
+
+
+@pytest.mark.parametrize("name", cupy_source.C_TYPES)
+def test_kernels_compile(name, tmp_path):
+    if shutil.which("nvcc") is None:
+        pytest.skip("there is no nvcc")
+    narrow = name in ("float16", "bfloat16")
+    options = cupy_source.options((name, "float32" if narrow else name), TILE=64 if narrow else 32, HEAD=128)
+    files = sorted(path.name for path in cupy_source.FOLDER.glob("*.cu"))
+    together = tmp_path / "all.cu"
+    together.write_text("".join(f'#include "{file}"\n' for file in files))
+    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in ARCHITECTURES]
+    done = subprocess.run(
+        ["nvcc", *targets, *options, "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror", "-I", cupy_source.FOLDER,
+         "-fatbin", "-o", tmp_path / "all.fatbin", together, "-Xptxas", "-v"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    if name != "float64":  # which is for tests: the others must keep their tiles in registers
+        spilled = [line for line in done.stderr.splitlines() if "spill" in line and " 0 bytes spill stores" not in line]
+        assert not spilled
+    compiled = [line for line in done.stderr.splitlines() if "Compiling entry function" in line]
+    assert len(compiled) == len(cupy_source.kernels()) * len(ARCHITECTURES)
+
+
+def test_headers_are_put_in_place():
+    for file in set(cupy_source.kernels().values()):
+        assert "#include" not in cupy_source.source(file)
