@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpshard import __version__, launcher
 from mpshard.commands import MODULES, Run
 from mpshard.config import SCHEMA, ConfigError
+from mpshard.recover.status import Ended
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -69,16 +70,18 @@ def in_world(run: Run, arguments: argparse.Namespace) -> int:
         if launcher.rank() != 0:
             time.sleep(1)  # a launcher kills the others at the first failure: let rank 0 speak before that
         return USAGE_STATUS
-    from mpshard.comm import abort
+    from mpshard.comm import abort, segments
 
     with abort.guarded(world):
+        segments.unlink(world)
         try:
             run(arguments, world)
-        except ConfigError as error:  # raised on every rank alike, or else all are ended now
+        except (ConfigError, Ended) as error:  # raised on every rank alike, or else all are ended now
+            status = error.status if isinstance(error, Ended) else USAGE_STATUS
             _say(error, speaks=world.rank == 0)
             if not abort.leave_together(world):
-                abort.stop(world, "" if world.rank == 0 else f"mpshard: {error}", USAGE_STATUS)
-            return USAGE_STATUS
+                abort.stop(world, "" if world.rank == 0 else f"mpshard: {error}", status)
+            return status
         sys.stdout.flush()
     return 0
 
@@ -99,7 +102,7 @@ def open_world() -> MPI.Comm:
     return world
 
 
-def _say(error: ConfigError, speaks: bool) -> None:
+def _say(error: Exception, speaks: bool) -> None:
     if speaks:
         print(f"mpshard: {error}", file=sys.stderr, flush=True)
 

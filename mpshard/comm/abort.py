@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 from mpi4py import MPI
@@ -23,6 +23,7 @@ from mpi4py import MPI
 # Seconds that ranks other than 0 wait before they speak: when all ranks fail in the same way, or the user presses
 # Ctrl-C, one of them has ended the job by then and the reason is printed once.
 PATIENCE = 0.3
+RELAYED = (signal.SIGTERM, signal.SIGUSR1)  # to handlers that others install
 BROKEN_PIPE = 128 + 13  # the status that a shell gives to a program ended by SIGPIPE
 
 
@@ -100,12 +101,21 @@ def _watch_signals(comm: MPI.Comm) -> None:
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     ending = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM"}
+
+    def noted(number: int, frame: FrameType | None) -> None:
+        """Nothing to do here: the thread sees it."""
+
     for number in ending:
-        signal.signal(number, lambda number, frame: None)
+        signal.signal(number, noted)
 
     def watch() -> None:
-        while (number := os.read(read, 1)[0]) not in ending:
-            pass
+        while True:
+            number = os.read(read, 1)[0]
+            handler = signal.getsignal(number)
+            if handler is noted:
+                break
+            if number in RELAYED and callable(handler):  # somebody else's now (mpshard.recover.preempt): tell him at once
+                handler(number, None)
         if number == signal.SIGTERM:  # most often the launcher's, which is ending us and need not be told why
             time.sleep(2)
         stop(comm, ending[signal.Signals(number)], 128 + number)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -246,4 +246,27 @@ def all_max(comm: MPI.Comm, values: np.ndarray) -> np.ndarray:
     """The element-wise maximum over ranks of a small host array; blocking."""
     out = np.empty_like(values)
     comm.Allreduce(values, out, op=MPI.MAX)
+    return out
+
+
+def exchange(comm: MPI.Comm, send: np.ndarray, send_counts: Sequence[int], recv_counts: Sequence[int]) -> np.ndarray:
+    """Uneven parts of a flat host array to every rank: send_counts[r] elements, end to end, to rank r; returns what came,
+    recv_counts[r] elements from rank r, end to end. Blocking. Section 6.8."""
+    out = np.empty(sum(recv_counts), send.dtype)
+    comm.Alltoallv([send, list(send_counts), MPI.Datatype.fromcode(send.dtype.char)],
+                   [out, list(recv_counts), MPI.Datatype.fromcode(send.dtype.char)])
+    return out
+
+
+def all_gather_uneven(comm: MPI.Comm, send: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """Every rank's flat host array, end to end; counts[r]: rank r's elements. Blocking. Section 6.7."""
+    out = np.empty(sum(counts), send.dtype)
+    comm.Allgatherv(send, [out, list(counts), MPI.Datatype.fromcode(send.dtype.char)])
+    return out
+
+
+def gather_all(comm: MPI.Comm, values: np.ndarray) -> np.ndarray:
+    """Every rank's small host array (k,) as (world, k), on every rank; blocking."""
+    out = np.empty((comm.size, values.size), values.dtype)
+    comm.Allgather(values, out)
     return out

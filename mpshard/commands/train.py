@@ -22,7 +22,7 @@ def register(add: Add) -> None:
 
 def train(arguments: argparse.Namespace, world: MPI.Comm) -> None:
     """`mpshard train CONFIG.toml [section.key=value ...]`."""
-    from mpshard import train as training
+    from mpshard import loop
     from mpshard.comm.agree import agree
 
     def read() -> config.Config:
@@ -30,4 +30,4 @@ def train(arguments: argparse.Namespace, world: MPI.Comm) -> None:
         config.validate(settings, world.size)
         return settings
 
-    training.run(agree(world, read), world)
+    loop.run(agree(world, read), world)

@@ -10,7 +10,7 @@ from typing import Any
 from mpshard.autograd.ops import Loss
 from mpshard.autograd.tensor import Tape, Tensor
 from mpshard.comm.transport import Slot, Transport
-from mpshard.device.base import Device, Kind
+from mpshard.device.base import Array, Device, Kind
 from mpshard.nn.module import MicroBatch, Module
 from mpshard.shard import schedule
 from mpshard.shard.observer import Observer
@@ -94,6 +94,7 @@ class Engine:
         self.stages, self.units = {stage.name: stage for stage in stages}, units
         self.device, self.transport, self.poll = device, transport, poll
         self.observer: Observer | None = None
+        self.counters = Counters()
         unit = next(iter(units.values()))
         dtype, self.wire, self.encoded = unit.dtype, unit.wire, not unit.travels_as_it_is
         # Gathered units: what computes and, if weights travel in another format, what has arrived. Neither is needed
@@ -119,6 +120,23 @@ class Engine:
         self.observer = observer
         for unit in self.units.values():
             unit.observer = observer
+
+    def audit(self, look: Callable[[Unit, Array], None] | None) -> None:
+        """Show every gathered unit to `look(unit, full vector)` from now on, just before it is freed; None: to nobody."""
+        for unit in self.units.values():
+            unit.audit = look
+
+    def visit(self, look: Callable[[Unit, Array], None]) -> None:
+        """Gather each unit in turn, show it to `look(unit, full vector)`, free it. Between programs; collective."""
+        for unit in self.units.values():
+            sizes = [unit.layout.padded_size]
+            in_place = self.transport.in_place
+            slot = self.full.fit(sizes)[0] if self.encoded or not in_place else None
+            words = self.words.fit(self._words(sizes))[0] if self.encoded and not in_place else None
+            unit.start_gather(slot, words)
+            self._wait_for([unit.name])
+            look(unit, unit.full)
+            unit.free()
 
     def prepare(self, program: Program) -> Prepared:
         """Choose the buffer of every gather and gradient of a program, once."""

@@ -21,6 +21,7 @@ from mpshard.shard.engine import Counters, Engine, Prepared
 from mpshard.shard.grouping import group, stages_of
 from mpshard.shard.options import Options, recomputed
 from mpshard.shard.precision import LossScale
+from mpshard.shard.schedule import Program
 from mpshard.shard.unit import Unit
 
 
@@ -213,6 +214,10 @@ class Sharded:
         """inputs, targets, segments, positions on the device; those missing are None."""
         on_device = self.device.from_host
         return MicroBatch(*(None if array is None else on_device(array) for array in arrays), ignore_index=self.ignore_index)
+
+    def program(self, micro_batches: int) -> Program:
+        """The instructions of a step of that many micro-batches a rank."""
+        return self._program(micro_batches).program
 
     def _program(self, micro_batches: int) -> Prepared:
         if micro_batches not in self._programs:

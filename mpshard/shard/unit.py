@@ -11,7 +11,7 @@ together with the slices of the ranks that hold replicas. `publish` brings the s
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import numpy as np
@@ -64,6 +64,7 @@ class Unit:
         self.gradients = UnitGradient(group, self.layout, mesh, transport, progress, device, precision,
                                       replicas=self.replicas, deterministic=deterministic) if group.trainable else None
         self.state, self.observer = State.SHARDED, None
+        self.audit: Callable[[Unit, Array], None] | None = None  # sees the full vector before it is freed
         places = {p.name: p for p in self.layout.placements}
         self.views = [(p, places[p.name].offset, p.size) for p in group.parameters]
         self.views += [(p, places[p.parts[0].name].offset, p.size) for p in group.fused]
@@ -88,6 +89,12 @@ class Unit:
     def gradient(self) -> Array:
         """This rank's slice (m,) of the step's gradient of the sum of token losses."""
         return self.gradients.shard
+
+    @property
+    def full(self) -> Array:
+        """The full vector (padded_size,), while the unit is FULL."""
+        self._expect(State.FULL, "be read")
+        return self._full
 
     @property
     def learns(self) -> bool:
@@ -146,6 +153,8 @@ class Unit:
     def free(self) -> None:
         """Give the full vector up; the slot's next user may overwrite it at once."""
         self._expect(State.FULL, "be freed")
+        if self.audit is not None:
+            self.audit(self, self._full)
         for parameter, _, _ in self.views:
             parameter.bind(None)
         slot, _ = self._slots
