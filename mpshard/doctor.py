@@ -56,7 +56,7 @@ def examine(comm: MPI.Comm, environ: Mapping[str, str]) -> dict[str, Any]:
     mesh, mpi = Mesh(comm), facts.mpi_facts()
     ranks = facts.rank_facts(comm, {name: _version(name) for name in ("mpshard", "mpi4py", "numpy")})
     threads = set_blas_threads(mesh.cores)
-    problem = shared.fits(mesh.comm, mesh.node, 0)
+    problem = shared.fits(mesh.comm, mesh.ranks_on_node, 0)
     checks = [
         judge_world(comm.size, comm.allgather(launcher.wrong_world(comm.size))),
         judge_mpi(mpi, ranks),

@@ -45,7 +45,7 @@ def measure(comm: MPI.Comm, device: Device, sizes: Sequence[int] = SIZES, progre
     mesh = Mesh(comm)
     set_blas_threads(mesh.cores)
     mover = progress_for(progress, mesh.cores, mesh.world)
-    problem = shared.fits(mesh.comm, mesh.node, 6 * max(sizes) * mesh.ranks_on_node)
+    problem = shared.fits(mesh.comm, mesh.ranks_on_node, 6 * max(sizes) * mesh.ranks_on_node)
     ways = [Way("mpi, reduce-scatter", lambda: MessageTransport(mesh.comm, device, mover)),
             Way("mpi, all-to-all", lambda: MessageTransport(mesh.comm, device, mover, ordered=True))]
     if problem is None:

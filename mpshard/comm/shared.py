@@ -38,7 +38,7 @@ COUNTERS = 4096  # a rank: two a slot, one a store
 class SharedMemory:
     """Memory that all ranks of a node see, carved from windows; and counters. Collective over `node`."""
 
-    def __init__(self, node: MPI.Comm) -> None:
+    def __init__(self, node: MPI.Intracomm) -> None:
         self.node = node
         self.windows: list[MPI.Win] = []
         self.chunk, self.used = np.empty(0, np.uint8), 0
@@ -97,9 +97,9 @@ class Counter:
 
 
 class SharedStore(Store):
-    """A slice in a shared window. full: the whole unit (on one node), else None."""
+    """A slice in a shared window, where the whole unit `full` can be read."""
 
-    def __init__(self, local: Array, full: Array | None, complete: Counter) -> None:
+    def __init__(self, local: Array, full: Array, complete: Counter) -> None:
         super().__init__(local)
         self.full, self.complete = full, complete
 
@@ -129,7 +129,7 @@ class SharedTransport:
 
     name = "shm"
 
-    def __init__(self, comm: MPI.Comm, ranks_on_node: int, device: Device, progress: Progress) -> None:
+    def __init__(self, comm: MPI.Intracomm, ranks_on_node: int, device: Device, progress: Progress) -> None:
         self.comm, self.device, self.progress = comm.Dup(), device, progress
         index, self.local = divmod(comm.rank, ranks_on_node)
         self.node = comm.Split(index, comm.rank)
@@ -162,8 +162,9 @@ class SharedTransport:
     # -- gather ------------------------------------------------------------------------------
     def gather(self, store: Store, slot: Slot | None) -> Pending:
         self.bytes_gathered += store.local.nbytes * (self.comm.size - 1)
-        if slot is None:
+        if isinstance(store, SharedStore):
             return self.progress.start(Pending(self._complete(store), store.full))
+        assert isinstance(slot, SharedSlot)
         full = slot.array[: store.local.size * self.comm.size]
         return self.progress.start(Pending(self._collect(store.local, slot, full), full), lane="gather")
 
@@ -181,11 +182,12 @@ class SharedTransport:
         yield slot.ready.reached(slot.ready.advance())
 
     def release(self, slot: Slot | None) -> None:
-        if slot is not None:
+        if isinstance(slot, SharedSlot):
             slot.done.advance()
 
     # -- reduce ------------------------------------------------------------------------------
     def reduce(self, slot: Slot, size: int, out: Array, accumulate: bool, travels_as: Any = None) -> Pending:
+        assert isinstance(slot, SharedSlot)
         width = out.itemsize
         if travels_as is not None and np.dtype(travels_as) != slot.array.dtype:
             self._round(slot.array[:size], travels_as)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mpshard import comm as communication
 from mpshard.comm import shared
 from mpshard.comm.agree import agree
-from mpshard.comm.collectives import progress_for
+from mpshard.comm.collectives import Progress, progress_for
 from mpshard.comm.mesh import Mesh
 from mpshard.comm.transport import MessageTransport, ReplicaTransport, Transport
 from mpshard.config import ConfigError
@@ -88,7 +88,7 @@ def _group_size(options: Options, comm: MPI.Comm, ranks_on_node: int) -> int:
     return size
 
 
-def _transport(options: Options, model: Model, mesh: Mesh, node: int, device: Device, progress: object) -> Transport:
+def _transport(options: Options, model: Model, mesh: Mesh, node: int, device: Device, progress: Progress) -> Transport:
     ordered = options.reduce == "alltoall" or options.deterministic
     if options.replicated:
         return ReplicaTransport(mesh.comm, device, progress, ordered)
