@@ -137,6 +137,32 @@ def test_ctrl_c_ends_the_job_quietly(n, args, sign, tmp_path):
     assert "Traceback" not in said and said.count("interrupted") <= 1, said
 
 
+def start_alone(folder: Path) -> subprocess.Popen[str]:
+    """A long training without a launcher, past its first step."""
+    (folder / "text").write_text("All happy families are alike. " * 9)
+    (folder / "empty.toml").touch()
+    job = subprocess.Popen([sys.executable, "-m", "mpshard", "train", "empty.toml", *TRAIN], cwd=folder, text=True,
+                           env=clean_env(_ONE_THREAD) | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while "step 1/1000000" not in job.stdout.readline():
+        assert job.poll() is None
+    return job
+
+
+def test_ctrl_c_alone(tmp_path):
+    job = start_alone(tmp_path)
+    job.send_signal(signal.SIGINT)
+    _, said = job.communicate(timeout=30)
+    assert (job.returncode, said) == (130, "mpshard: interrupted\n")
+
+
+def test_a_reader_that_has_had_enough_ends_a_job_alone(tmp_path):
+    job = start_alone(tmp_path)
+    job.stdout.close()
+    assert job.wait(60) == 141
+    assert job.stderr.read() == ""
+    job.stderr.close()
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
 def test_head_of_the_help_is_quiet(arguments):
     python = f"{sys.executable} -m mpshard {' '.join(arguments)}"
