@@ -24,6 +24,8 @@ _HOMES = {
     "AdamW": "mpshard.optim",
     "GPT2Config": "mpshard.models",
     "LlamaConfig": "mpshard.models",
+    "Muon": "mpshard.optim",
+    "SGD": "mpshard.optim",
     "Sampling": "mpshard.sample",
     "Sharded": "mpshard.shard",
     "StepOutput": "mpshard.shard",

@@ -12,6 +12,9 @@ import pytest
 from mpshard.autograd.tensor import Parameter
 from mpshard.device import Kind, open_device
 from mpshard.optim import AdamW, clip_factor, decays, learning_rate
+from mpshard.optim.moments import BF16, round_at_random
+from mpshard.optim.muon import cost
+from mpshard.optim.owners import owners, routes
 from mpshard.shard.layout import lay_out
 
 
@@ -132,13 +135,14 @@ def test_slices_updated_apart_are_the_whole_update(world, no_decay):
         for s in unit.segments:
             np.testing.assert_allclose(unit.shard[s.slice], expected[s.name].ravel()[s.start:s.stop], rtol=2e-5, atol=2e-6)
             seen[s.name][s.start:s.stop] += 1
-        assert sharded.device.memory.current(Kind.MOMENT) == 2 * unit.shard.nbytes
+        assert sharded.device.memory.current(Kind.MOMENT) == 2 * 4 * sum(s.size for s in unit.segments)
     assert all((count == 1).all() for count in seen.values())
 
 
 def test_neighbours_that_are_treated_alike_are_one_update():
     optim = AdamW(rank_of(0, 1, {name: np.zeros(shape, np.float32) for name, shape in SHAPES}, open_device("numpy")))
-    assert optim.runs["only"] == [(slice(0, 27), False), (slice(27, 2653), True), (slice(2653, 2658), False), (slice(2658, 2679), True)]
+    runs = [(slice(0, 27), False), (slice(27, 2653), True), (slice(2653, 2658), False), (slice(2658, 2679), True)]
+    assert optim.moments["only"].runs == [(where, where, decay) for where, decay in runs]
 
 
 def test_a_changed_rate_takes_effect_at_the_next_step():
@@ -152,3 +156,46 @@ def test_a_changed_rate_takes_effect_at_the_next_step():
     optim.lr = 0.5
     optim.step(SimpleNamespace(grad_norm=1.0, tokens=1, loss_scale=1.0, is_finite=True))
     np.testing.assert_allclose(unit.shard[unit.segments[0].slice], 0.5, rtol=1e-5)  # a constant gradient: steps of lr
+
+
+# -- 16-bit moments --------------------------------------------------------------------------
+def test_rounding_at_random_is_right_on_average_and_exact_where_it_can_be():
+    device, n = open_device("numpy"), 1 << 16
+    value = np.float32(1 + 1 / 128 * 0.3)  # bfloat16 has 1 and 1 + 1/128 about it
+    out = np.empty(n, BF16)
+    round_at_random(device, np.full(n, value), out, (1, 2), 0)
+    found = out.astype(np.float64)
+    assert set(found) == {1.0, 1 + 1 / 128}
+    assert found.mean() == pytest.approx(float(value), abs=5 / 128 / 2 / math.sqrt(n))  # five standard deviations
+    exact = np.array([0.0, -1.5, 2.0**-120, np.inf, -np.inf], np.float32)
+    short = np.empty(5, BF16)
+    round_at_random(device, exact.copy(), short, (3, 4), 7)
+    np.testing.assert_array_equal(short.astype(np.float32), exact)
+
+
+def test_rounding_is_a_function_of_the_element():
+    device, values = open_device("numpy"), np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    whole, parts = np.empty(1000, BF16), np.empty(1000, BF16)
+    round_at_random(device, values.copy(), whole, (5, 6), 0)
+    for start, stop in ((0, 300), (300, 301), (301, 1000)):
+        round_at_random(device, values[start:stop].copy(), parts[start:stop], (5, 6), start)
+    np.testing.assert_array_equal(whole.view(np.uint16), parts.view(np.uint16))
+
+
+# -- owners ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_matrices_are_dealt_out_evenly(ranks):
+    costs = {f"{block}.{name}": cost(shape) for block in range(12)
+             for name, shape in (("qkv", (1536, 512)), ("out", (512, 512)), ("up", (2048, 512)), ("down", (512, 2048)))}
+    chosen = owners(costs, ranks)
+    load = [sum(costs[name] for name, owner in chosen.items() if owner == rank) for rank in range(ranks)]
+    assert chosen.keys() == costs.keys() and max(load) <= 1.1 * sum(load) / ranks
+    assert chosen == owners(dict(reversed(costs.items())), ranks)  # whatever the order
+
+
+def test_routes_cover_every_element_once():
+    layouts = {"a": lay_out([("x", (5, 7)), ("n", (3,)), ("y", (11, 2))], 3, align=4), "b": lay_out([("z", (2, 2))], 3, align=4)}
+    for route in routes(layouts, {"x": 0, "y": 2, "z": 1}, 3):
+        pieces = [piece for piece in route.pieces if piece[0] < piece[1]]
+        assert [a for a, _ in pieces[1:]] == [b for _, b in pieces[:-1]] and pieces[0][0] == 0
+        assert pieces[-1][1] == {"x": 35, "y": 22, "z": 4}[route.name]

@@ -55,10 +55,12 @@ class Parameter:
     shape: in Hugging Face's orientation; () is a scalar, zero sizes are allowed.
     init: how its first values are drawn (see `mpshard.nn.init`).
     parts: for a fused parameter, the neighbours in storage that it spans, stacked on axis 0.
+    transposed: a linear map's matrix stored (inputs, outputs).
     """
 
-    def __init__(self, name: str, shape: tuple[int, ...], init: Any = None, parts: Sequence[Parameter] = ()) -> None:
-        self.name, self.shape, self.init, self.parts = name, tuple(shape), init, tuple(parts)
+    def __init__(self, name: str, shape: tuple[int, ...], init: Any = None, parts: Sequence[Parameter] = (),
+                 transposed: bool = False) -> None:
+        self.name, self.shape, self.init, self.parts, self.transposed = name, tuple(shape), init, tuple(parts), transposed
         self.trainable = True
         self.apart = False  # fused: its parts are not neighbours (some frozen), so it cannot be read as one
         self._data: Array | None = None

@@ -25,7 +25,7 @@ from mpshard.shard.sharded import Sharded
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpshard.optim import AdamW
+    from mpshard.optim import Optimizer
 
 
 def load_model(directory: str | Path, comm: MPI.Comm | None = None, **options: Any) -> Sharded:
@@ -90,7 +90,7 @@ def load_weights(sharded: Sharded, store: Store) -> None:
     sharded.publish()
 
 
-def load_training(sharded: Sharded, optim: AdamW, store: Store) -> State:
+def load_training(sharded: Sharded, optim: Optimizer, store: Store) -> State:
     """Set weights, optimizer and counters as they were when the checkpoint was written; returns where that was. Collective.
 
     The number of ranks may be another. Raises CheckpointError, on every rank, as `load_weights` does.

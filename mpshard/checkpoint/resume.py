@@ -13,7 +13,7 @@ from mpshard.config import ConfigError, show
 from mpshard.shard.sharded import Sharded
 
 if TYPE_CHECKING:
-    from mpshard.optim import AdamW
+    from mpshard.optim import Optimizer
 
 # Model keys that may change between a checkpoint and its resumption: they shape no tensor and change no function of it.
 FREE = ("model.dropout", "model.init_from")
@@ -36,7 +36,7 @@ def set_aside(directory: Path) -> Path | None:
     return aside
 
 
-def resume(choice: str, run: Path, sharded: Sharded, optim: AdamW, config: Mapping[str, Any],
+def resume(choice: str, run: Path, sharded: Sharded, optim: Optimizer, config: Mapping[str, Any],
            say: Callable[[str], None]) -> State:
     """Set a model and its optimizer as a checkpoint has them; a `State` of step 0 if there is none. Collective.
 

@@ -24,7 +24,7 @@ from mpshard.shard.unit import Unit
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpshard.optim import AdamW
+    from mpshard.optim import Optimizer
 
 MASTER = "master"  # kind of the exact weights in optimizer.safetensors, where model.safetensors rounds them
 
@@ -43,8 +43,9 @@ class Content:
     texts: Mapping[str, bytes]
 
 
-def content_of(sharded: Sharded, optim: AdamW | None, state: State, *, dtype: str = "", max_shard_bytes: int = 0,
-               tokenizer: Mapping[str, bytes] | None = None, special_ids: Mapping[str, Any] | None = None) -> Content:
+def content_of(sharded: Sharded, optim: Optimizer | None, state: State, *, dtype: str = "", max_shard_bytes: int = 0,
+               tokenizer: Mapping[str, bytes] | None = None, special_ids: Mapping[str, Any] | None = None,
+               averaged: bool = False) -> Content:
     """What to write down of a model and its optimizer. Collective; nothing is copied.
 
     Parameters
@@ -55,18 +56,20 @@ def content_of(sharded: Sharded, optim: AdamW | None, state: State, *, dtype: st
         kept in optimizer.safetensors.
     max_shard_bytes: larger models are cut into several files; 0: never.
     tokenizer: the files that belong to it and their contents. special_ids: of config.json, see `to_hf`.
+    averaged: the model's files hold the running average of the weights, optimizer.safetensors the weights themselves.
     """
+    averages = optim.average.slices if averaged and optim is not None and optim.average is not None else {}
     units, weights, exact = list(sharded.units.values()), [], {}
     for unit in units:
         code = {"": code_of(unit.dtype), "fp32": "F32", "bf16": "BF16"}[dtype]
-        exact[unit.name] = is_exact(unit.dtype, code)
+        exact[unit.name] = is_exact(unit.dtype, code) and unit.name not in averages
         weights += [(place.name, code, place.shape) for place in unit.layout.placements]
     files = split(weights, max_shard_bytes)
     home = {spec[0]: file for file, specs in files.items() for spec in specs}
     pieces: dict[str, list[Piece]] = {file: [] for file in files}
     for unit in units:
         for s in unit.owned:
-            pieces[home[s.name]].append(Piece(s.name, s.start, s.stop, unit.shard[s.slice]))
+            pieces[home[s.name]].append(Piece(s.name, s.start, s.stop, averages.get(unit.name, unit.shard)[s.slice]))
     specs: dict[str, Sequence[Spec]] = dict(files)
     if optim is not None:
         specs[OPTIMIZER], pieces[OPTIMIZER] = _of_optimizer(sharded, optim, exact)
@@ -80,8 +83,8 @@ def content_of(sharded: Sharded, optim: AdamW | None, state: State, *, dtype: st
     return Content(state, specs, pieces, texts | dict(tokenizer or {}))
 
 
-def optimizer_pieces(units: Sequence[Unit], optim: AdamW, exact: Mapping[str, bool],
-                     saving: bool) -> list[tuple[tuple[int, int, int], Spec, Piece]]:
+def optimizer_pieces(units: Sequence[Unit], optim: Optimizer, exact: Mapping[str, bool],
+                     saving: bool) -> list[tuple[tuple[int, str, int], Spec, Piece]]:
     """This rank's part of optimizer.safetensors: (place in the file's order, tensor, piece).
 
     saving: only what this rank writes; else all that it holds, which is more where ranks hold the same.
@@ -89,19 +92,19 @@ def optimizer_pieces(units: Sequence[Unit], optim: AdamW, exact: Mapping[str, bo
     """
     found = []
     for u, unit in enumerate(units):
-        kinds = dict(optim.state_tensors(unit)) if unit.learns else {}
-        if not exact[unit.name]:
-            kinds[MASTER] = unit.shard
         places = {place.name: (p, place.shape) for p, place in enumerate(unit.layout.placements)}
-        for k, (kind, array) in enumerate(kinds.items()):
-            for s in unit.owned if saving else unit.segments:
-                p, shape = places[s.name]
+        for s in unit.owned if saving else unit.segments:
+            kinds = optim.state_tensors(unit, s) if unit.learns else {}
+            if not exact[unit.name]:
+                kinds[MASTER] = unit.shard[s.slice]
+            p, shape = places[s.name]
+            for kind, array in kinds.items():
                 name = f"{kind}.{s.name}"
-                found.append(((u, k, p), (name, code_of(array.dtype), shape), Piece(name, s.start, s.stop, array[s.slice])))
-    return found
+                found.append(((u, kind, p), (name, code_of(array.dtype), shape), Piece(name, s.start, s.stop, array)))
+    return sorted(found, key=lambda entry: (entry[0], entry[2].start))
 
 
-def _of_optimizer(sharded: Sharded, optim: AdamW, exact: Mapping[str, bool]) -> tuple[list[Spec], list[Piece]]:
+def _of_optimizer(sharded: Sharded, optim: Optimizer, exact: Mapping[str, bool]) -> tuple[list[Spec], list[Piece]]:
     """The tensors of optimizer.safetensors, agreed between the ranks, and this rank's pieces. Collective."""
     mine = optimizer_pieces(list(sharded.units.values()), optim, exact, saving=True)
     everywhere = sharded.mesh.comm.allgather([(order, spec) for order, spec, _ in mine])

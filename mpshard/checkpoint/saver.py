@@ -15,7 +15,7 @@ from mpshard.config import CheckpointConfig, ConfigError
 from mpshard.shard.sharded import Sharded
 
 if TYPE_CHECKING:
-    from mpshard.optim import AdamW
+    from mpshard.optim import Optimizer
 
 
 DEFAULTS = CheckpointConfig()
@@ -34,7 +34,7 @@ class Saver:
     is in flight: the next one waits for it. All ranks learn of its end in the same step, in `poll`.
     """
 
-    def __init__(self, root: str | Path, sharded: Sharded, optim: AdamW, settings: CheckpointConfig = DEFAULTS,
+    def __init__(self, root: str | Path, sharded: Sharded, optim: Optimizer, settings: CheckpointConfig = DEFAULTS,
                  config: dict[str, Any] | None = None, tokenizer: Mapping[str, bytes] | None = None,
                  special_ids: Mapping[str, Any] | None = None) -> None:
         if settings.async_ and not can_write_from_threads():
@@ -61,7 +61,8 @@ class Saver:
         roll_call(self.comm, "Saver.save")
         content = save.content_of(
             self.sharded, self.optim, State(step=step, position=position, config=self.config), dtype=s.dtype,
-            max_shard_bytes=s.max_shard_bytes, tokenizer=self.tokenizer, special_ids=self.special_ids)
+            max_shard_bytes=s.max_shard_bytes, tokenizer=self.tokenizer, special_ids=self.special_ids,
+            averaged=s.weights == "ema")
         self.saved_step = step
         if not s.async_:
             save.write(self.comm, self.root, content, self.sharded.device, s.keep)

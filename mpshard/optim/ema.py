@@ -1,0 +1,70 @@
+"""A running average of the weights, sharded as they are: often a better model than the last step's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from mpshard.config import ConfigError
+from mpshard.device.base import Array, Kind
+
+if TYPE_CHECKING:
+    from mpshard.shard.sharded import Sharded
+
+BLOCK = 1 << 16  # elements treated at a time
+
+
+class Average:
+    """average = decay * average + (1 - decay) * weights after every update; the first update's weights to begin with.
+
+    As torch.optim.swa_utils.AveragedModel with get_ema_avg_fn(decay). Of what learns only: frozen weights are their own
+    average. One more slice of the weights a rank.
+
+    Attributes
+    ----------
+    slices: {unit: (m,)}, this rank's slice of the average.
+    """
+
+    def __init__(self, sharded: Sharded, decay: float) -> None:
+        if not 0 < decay < 1:
+            raise ConfigError(f"optim.ema={decay} must be above 0 and below 1")
+        self.sharded, self.decay = sharded, decay
+        self.slices: dict[str, Array] = {}
+        for name, unit in sharded.units.items():
+            if unit.learns:
+                self.slices[name] = sharded.device.zeros(unit.shard.size, unit.dtype, Kind.MOMENT)
+
+    def update(self, step: int) -> None:
+        """Take in the weights of step `step`, counted from 1."""
+        share = 1.0 if step == 1 else 1 - self.decay
+        for average, weights, scratch in self._blocks():
+            scratch[...] = weights
+            scratch -= average
+            scratch *= share
+            average += scratch
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model computes with the average inside, with its weights again afterwards. Collective; not for training."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for average, weights, scratch in self._blocks():
+            scratch[...] = weights
+            weights[...] = average
+            average[...] = scratch
+        self.sharded.publish()
+
+    def _blocks(self) -> Iterator[tuple[Array, Array, Array]]:
+        """(average, weights, scratch), block by block."""
+        for name, average in self.slices.items():
+            weights = self.sharded.units[name].shard
+            scratch = self.sharded.device.empty(min(BLOCK, average.size), average.dtype, Kind.STAGING)
+            for start in range(0, average.size, BLOCK):
+                block = slice(start, min(start + BLOCK, average.size))
+                yield average[block], weights[block], scratch[: block.stop - start]
