@@ -36,7 +36,7 @@ NOT_EMPTY = Check(lambda value: bool(value) and "" not in (value if isinstance(v
 class ModelConfig:
     """``[model]``: the shapes. Defaults are a small byte-level GPT."""
 
-    init_from: str = key("", "Hugging Face model directory to start from: its config.json fixes the shapes below; empty = none")
+    init_from: str = key("", "Hugging Face model directory, or a run's, to start from: its config.json fixes the shapes below; empty = none")
     arch: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"] = key("gpt2", "family of the model")
     n_layers: int = key(6, "transformer blocks", POSITIVE)
     d_model: int = key(256, "width of the residual stream", POSITIVE)
@@ -280,6 +280,7 @@ def load(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> 
 
 def _take_shapes(settings: dict[str, Any], directory: str) -> None:
     """Add the shapes that the directory's config.json says; one set by the user as well must be the same."""
+    settings["model.init_from"] = directory = families.model_directory(directory)
     for name, value in families.read_model_keys(directory).items():
         full_name = f"model.{name}"
         given = settings.get(full_name)

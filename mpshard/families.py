@@ -37,6 +37,15 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     return content
 
 
+def model_directory(name: str) -> str:
+    """The model that a directory stands for: itself, or the latest checkpoint of a run or of its folder of checkpoints."""
+    for folder in (os.path.join(name, "checkpoints"), name):
+        link = os.path.join(folder, "latest")
+        if os.path.islink(link) and not os.path.exists(os.path.join(name, "config.json")):
+            return os.path.join(folder, os.readlink(link))
+    return name
+
+
 def read_model_keys(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """``{"arch": "llama", "d_model": 576, ...}`` of the model in `directory`."""
     path = os.path.join(directory, "config.json")
