@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mpshard.models import GPT2Config, gpt2
 from mpshard.observe.trace import RankTrace, Recorder, Span, Track, lanes, trace_events, write_trace
-from mpshard.shard.schedule import Backward, Forward, Gather, Reduce, Step, stages_of, training_program
+from mpshard.shard.grouping import group, stages_of
+from mpshard.shard.schedule import Backward, Forward, Gather, Reduce, Step, training_program
 from tests.launch import launch
 
 MODEL = ["model.n_layers=2", "model.d_model=16", "model.n_heads=2", "data.seq_len=8"]
@@ -74,7 +75,7 @@ def test_real_steps(tmp_path, ranks, transport):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     model = gpt2(GPT2Config(n_layers=2, d_model=16, n_heads=2, vocab_size=256, max_seq_len=8))
-    program = training_program(stages_of(model), micro_batches=4 // ranks, prefetch=2)
+    program = training_program(stages_of(model, group(model)), micro_batches=4 // ranks, prefetch=2)
     assert {event["pid"] for event in events} == set(range(ranks))
     for rank in range(ranks):
         mine = [event for event in spans if event["pid"] == rank]
