@@ -52,8 +52,8 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync_directory(path: Path) -> None:
-    """See a directory's entries (new, renamed, removed files) onto the disk."""
+def sync(path: Path) -> None:
+    """See a file's content, or a directory's entries (new, renamed, removed files), onto the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -67,14 +67,14 @@ def publish(partial: Path, keep: int) -> Path:
     keep: how many checkpoints stay, this one included; 0 for all. Raises OSError.
     """
     root, final = partial.parent, partial.with_name(partial.name.removesuffix(PARTIAL))
-    sync_directory(partial)
+    sync(partial)
     if final.exists():  # the run was taken back to an earlier step: the old one stands aside until the new one is there
         aside = final.with_name(final.name + REPLACED)
         if aside.exists():
             shutil.rmtree(aside)
         final.rename(aside)
     partial.rename(final)
-    sync_directory(root)
+    sync(root)
     point_latest(root, final.name)
     prune(root, keep)
     return final
@@ -86,7 +86,7 @@ def point_latest(root: Path, name: str) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(name)
     link.replace(root / LATEST)
-    sync_directory(root)
+    sync(root)
 
 
 def candidates(root: Path) -> list[Path]:
@@ -116,7 +116,7 @@ def prune(root: Path, keep: int) -> None:
         path.rename(doomed)
         shutil.rmtree(doomed)
     if going:
-        sync_directory(root)
+        sync(root)
 
 
 def find(directory: Path) -> Path:

@@ -14,9 +14,10 @@ from mpshard.checkpoint import manifest, publish, transfer
 from mpshard.checkpoint.dtypes import code_of, is_exact
 from mpshard.checkpoint.hf_config import to_hf
 from mpshard.checkpoint.manifest import OPTIMIZER, STATE, CheckpointError, DamagedError, State
-from mpshard.checkpoint.safetensors_file import INDEX, Spec, index, lay_out, split
-from mpshard.checkpoint.transfer import Piece
+from mpshard.checkpoint.safetensors_file import INDEX, Spec, Tensor, index, lay_out, split
+from mpshard.checkpoint.transfer import Piece, Sum
 from mpshard.comm.agree import agree, on_root
+from mpshard.config import ConfigError
 from mpshard.device.base import Array, Device, Kind
 from mpshard.shard.sharded import Sharded
 from mpshard.shard.unit import Unit
@@ -144,8 +145,7 @@ def write(comm: MPI.Comm, root: Path, content: Content, device: Device, keep: in
         files = {}
         for file, (header, tensors) in headers.items():
             sums = transfer.write(comm, partial / file, header, tensors, content.pieces[file], device)
-            again = transfer.read(comm, partial / file, tensors, [replace(p, array=None) for p in content.pieces[file]], device)
-            agree(comm, lambda file=file, sums=sums, again=again: _compare(partial / file, sums, again))
+            _verify(comm, partial / file, tensors, content.pieces[file], sums, device)
             of_all = comm.gather(sums)
             if of_all is not None:
                 ranges = manifest.in_order([s for of_rank in of_all for s in of_rank])
@@ -158,18 +158,35 @@ def write(comm: MPI.Comm, root: Path, content: Content, device: Device, keep: in
 
 def _begin(root: Path, step: int, needed: int) -> Path:
     partial = publish.begin(root, step)
-    status = os.statvfs(partial)
-    free = status.f_bavail * status.f_frsize
-    if needed > free:
+    if needed > (free := _free(partial)):
         publish.discard(partial)
         raise CheckpointError(f"{root}: no space for a checkpoint of {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free")
     return partial
 
 
-def _compare(path: Path, written: Sequence[transfer.Sum], read: Sequence[transfer.Sum]) -> None:
-    for w, r in zip(written, read, strict=True):
-        if w != r:
-            raise DamagedError(f"{path}: {w.name}[{w.start}:{w.stop}] was not read back as it was written")
+def _free(path: Path) -> int:
+    """Bytes that may still be written there."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def _verify(comm: MPI.Comm, path: Path, tensors: Mapping[str, Tensor], pieces: Sequence[Piece], sums: Sequence[Sum],
+            device: Device) -> None:
+    """Read back what this rank has written and compare. Collective; ConfigError on every rank.
+
+    Needed, not only careful: Open MPI's collective writes report success on a full disk.
+    """
+    def compare(read: Sequence[Sum]) -> None:
+        for ours, theirs in zip(sums, read, strict=True):
+            if ours != theirs:
+                raise DamagedError(f"{path}: {ours.name} was not read back as it was written")
+
+    try:
+        again = transfer.read(comm, path, tensors, [replace(piece, array=None) for piece in pieces], device)
+        agree(comm, lambda: compare(again))
+    except ConfigError as error:
+        free = on_root(comm, lambda: _free(path.parent))
+        raise CheckpointError(f"{error}; {free / 1e6:,.1f} MB are free there, is it full or is there a quota?") from None
 
 
 def _finish(partial: Path, content: Content, files: dict, keep: int) -> Path:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mpshard.checkpoint import dtypes
+from mpshard.checkpoint import dtypes, publish
 from mpshard.checkpoint.extents import Batch, Extent, batches, cut, extent
 from mpshard.checkpoint.safetensors_file import Tensor
 from mpshard.comm.agree import agree
@@ -50,7 +50,7 @@ class Sum(NamedTuple):
 
 def write(comm: MPI.Comm, path: Path, header: bytes, tensors: Mapping[str, Tensor], pieces: Sequence[Piece],
           device: Device) -> list[Sum]:
-    """Write a file from every rank's pieces; returns this rank's checksums. Collective.
+    """Write a file from every rank's pieces and see it onto the disk; returns this rank's checksums. Collective.
 
     Raises ConfigError, on every rank, if the file cannot be written.
     """
@@ -60,9 +60,9 @@ def write(comm: MPI.Comm, path: Path, header: bytes, tensors: Mapping[str, Tenso
         plan = batches(extents, _chunk(extents))
         buffer = device.empty(max([0, *(b.nbytes for b in plan)]), np.uint8, Kind.STAGING)
 
-        def step(batch: Batch | None) -> None:
-            if batch is None:
-                return file.write_at_all(0, buffer[:0])
+        def step(batch: Batch | bytes | None) -> None:
+            if not isinstance(batch, Batch):
+                return file.write_at_all(0, np.frombuffer(batch or b"", np.uint8))
             for part in batch.parts:
                 piece = pieces[part.index]
                 tensor = tensors[piece.name]
@@ -71,14 +71,9 @@ def write(comm: MPI.Comm, path: Path, header: bytes, tensors: Mapping[str, Tenso
                 sums[part.index] = zlib.crc32(raw, sums[part.index])
             file.write_at_all(batch.offset, buffer[:batch.nbytes])
 
-        def everything() -> None:
-            in_rounds(comm, [header] if comm.rank == 0 else [], write_header)
-            in_rounds(comm, plan, step)
-
-        def write_header(data: bytes | None) -> None:
-            file.write_at_all(0, np.frombuffer(data or b"", np.uint8))
-
-        agree(comm, everything)
+        mine = [header, *plan] if comm.rank == 0 else plan
+        agree(comm, lambda: in_rounds(comm, mine, step))
+    agree(comm, lambda: publish.sync(path))  # every node its own part
     return [Sum(piece.name, piece.start, piece.stop, crc) for piece, crc in zip(pieces, sums, strict=True)]
 
 

@@ -57,16 +57,11 @@ class SharedFile:
         self._expect(status, data.size, "read")
 
     def close(self) -> None:
-        """Close; what was written is on the disk, not just on its way, when this returns. ConfigError on all ranks if not."""
+        """Close; ConfigError on all ranks if that fails. What was written may still be on its way to the disk.
 
-        def finish() -> None:
-            try:
-                if self.write:
-                    self._call(self.file.Sync)
-            finally:
-                self._call(self.file.Close)
-
-        agree(self.comm, finish)
+        MPI_File_sync is not used: in Open MPI the others wait for ever for a rank on which it fails.
+        """
+        agree(self.comm, lambda: self._call(self.file.Close))
 
     def __enter__(self) -> SharedFile:
         return self
@@ -90,7 +85,9 @@ class SharedFile:
             return action()
         except MPI.Exception as error:
             code = _ERRNO.get(error.Get_error_class(), errno.EIO)
-            reason = os.strerror(code) if code != errno.EIO else f"MPI: {error.Get_error_string()}"
+            # MPICH's text is a stack, what happened stands at the end of its last line.
+            text = error.Get_error_string().strip().splitlines()[-1].rpartition(": ")[2]
+            reason = os.strerror(code) if code != errno.EIO else f"MPI says: {text}"
             raise OSError(code, reason, self.path) from None
 
 

@@ -28,6 +28,7 @@ from mpshard.checkpoint import (
 from mpshard.checkpoint.inspect import inspect
 from mpshard.checkpoint.manifest import DamagedError
 from mpshard.checkpoint.resume import resume
+from mpshard.checkpoint.save import optimizer_pieces
 from mpshard.comm.files import SharedFile
 from mpshard.config import CheckpointConfig, ConfigError
 from mpshard.device.base import Kind
@@ -71,12 +72,12 @@ class Run:
         return load_training(self.sharded, self.optim, open_on_all(self.comm, directory))
 
     def everything(self):
-        """Weights and moments, whole."""
+        """Weights and optimizer state, whole."""
+        units = list(self.sharded.units.values())
+        pieces = [piece for _, _, piece in optimizer_pieces(units, self.optim, dict.fromkeys(self.sharded.units, True), saving=False)]
         found = self.sharded.full_weights()
-        for unit in self.sharded.units.values():
-            mine = [(kind, s, values.copy()) for s in unit.segments for kind, values in self.optim.state_tensors(unit, s).items()]
-            for rank, pieces in enumerate(self.comm.allgather(mine)):
-                found |= {f"{kind}.{s.name}[{s.start}:{rank}]": values for kind, s, values in pieces}
+        for of_rank in self.comm.allgather([(p.name, p.start, p.array.copy()) for p in pieces]):
+            found |= {f"{name}[{start}:]": values for name, start, values in of_rank}
         return found
 
 
