@@ -36,7 +36,7 @@ NOT_EMPTY = Check(lambda value: bool(value) and "" not in (value if isinstance(v
 class ModelConfig:
     """``[model]``: the shapes. Defaults are a small byte-level GPT."""
 
-    init_from: str = key("", "Hugging Face model directory, or a run's, to start from: its config.json fixes the shapes below; empty = none")
+    init_from: str = key("", "Hugging Face model directory, or a run's, to start from: its config.json says the shapes; empty = none")
     arch: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"] = key("gpt2", "family of the model")
     n_layers: int = key(6, "transformer blocks", POSITIVE)
     d_model: int = key(256, "width of the residual stream", POSITIVE)

@@ -95,7 +95,7 @@ class PackedBatches:
                 tokens, learn = self._documents[index]
                 place = slice(end, end + len(tokens) - 1)
                 inputs[where][place], segments[where][place] = tokens[:-1], number - 1
-                targets[where][place] = np.where(learn[1:], tokens[1:], self.ignore_index)
+                targets[where][place][learn[1:]] = tokens[1:][learn[1:]]
                 positions[where][place] = np.arange(len(tokens) - 1)
                 end = place.stop
             segments[where][end:] = number  # padding sees padding

@@ -23,7 +23,7 @@ def test_every_document_once_and_no_row_too_full(lengths):
 
 def documents(lengths, learn_from=1):
     """Document d has ids 100 d, 100 d + 1, ..."""
-    return [Document(np.arange(100 * d, 100 * d + n), np.arange(n) >= learn_from) for d, n in enumerate(lengths)]
+    return [Document(np.arange(100 * d, 100 * d + n, dtype=np.uint16), np.arange(n) >= learn_from) for d, n in enumerate(lengths)]
 
 
 def test_a_row_holds_documents_side_by_side():
