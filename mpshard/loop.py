@@ -235,7 +235,7 @@ def write_done(folder: Path, content: dict[str, Any]) -> None:
     partial = folder / (DONE + ".partial")
     publish.write_file(partial, (json.dumps(content) + "\n").encode())
     os.replace(partial, folder / DONE)
-    publish.sync_directory(folder)
+    publish.sync(folder)
 
 
 def _cut(path: Path, step: int) -> Path:
