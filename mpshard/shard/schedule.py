@@ -8,6 +8,12 @@ for each micro-batch. A unit is resident from the first use of a run of uses to 
 freeing in between would save memory, that is wherever its next gather starts later than its free. Then each
 gather is placed `prefetch` uses before the run begins, each free right after the run ends, each reduce right
 after the last gradient of the micro-batch, and each finish as late as the gradient buffers allow.
+
+Note on lag. On a device that works by itself an instruction only issues its work, and whoever enters MPI may stay there
+a while. So the device should have work whenever the host goes there: with lag 1 the gathers and reduces of one use are
+started only when the next use has been issued: backward of unit i-1 is under way on the device when the host turns to
+unit i's gradient. What is read or overwritten is not what that use works on: a gather comes before the free that
+follows the same use, so it takes another slot, and a gradient waits in its buffer, one more than without lag.
 """
 
 from __future__ import annotations
@@ -91,27 +97,36 @@ class Stay(Enum):
 
 
 def training_program(stages: Sequence[Stage], micro_batches: int, prefetch: int, stay: Stay = Stay.USE,
-                     reduce_once: bool = False) -> Program:
+                     reduce_once: bool = False, lag: int = 0) -> Program:
     """The instructions of a step.
 
     prefetch: how many stages ahead of its use a gather is started, in both directions. One reduce is in flight behind
     the compute. stay: see `Stay`. reduce_once: add up the micro-batches in the full gradient, which then stays, and
-    reduce it after the last; else every micro-batch's gradient is reduced and added to the slice.
+    reduce it after the last; else every micro-batch's gradient is reduced and added to the slice. lag: 1 for devices that
+    work while the host goes on, see the note; 0 for others.
     """
     uses: list[Forward | Backward] = []
     for mb in range(micro_batches):
         uses += [Forward(stage.name, mb) for stage in stages]
-        uses += [Backward(stage.name, mb) for stage in reversed(stages)]
-    return _schedule(stages, uses, prefetch, stay, reduce_once) + (Step(),)
+        uses += [Backward(stage.name, mb) for stage in reversed(trained(stages))]
+    return _schedule(stages, uses, prefetch, stay, reduce_once, lag) + (Step(),)
 
 
-def forward_program(stages: Sequence[Stage], prefetch: int) -> Program:
+def trained(stages: Sequence[Stage]) -> Sequence[Stage]:
+    """The stages that run backward: from the first one that makes gradients on. What is frozen before it needs none."""
+    first = next((number for number, stage in enumerate(stages) if stage.gradients), len(stages))
+    return stages[first:]
+
+
+def forward_program(stages: Sequence[Stage], prefetch: int, lag: int = 0) -> Program:
     """Evaluation and sampling: forward of every stage once, for micro-batch 0."""
-    return _schedule(stages, [Forward(stage.name, 0) for stage in stages], prefetch)
+    return _schedule(stages, [Forward(stage.name, 0) for stage in stages], prefetch, lag=lag)
 
 
 def _schedule(stages: Sequence[Stage], uses: Sequence[Forward | Backward], prefetch: int, stay: Stay = Stay.USE,
-              reduce_once: bool = False) -> Program:
+              reduce_once: bool = False, lag: int = 0) -> Program:
+    if lag not in (0, 1):
+        raise ValueError(f"lag={lag}: a gather or reduce is started at once (0) or one use later (1)")
     by_name = {stage.name: stage for stage in stages}
     reads = [by_name[u.stage].reads if isinstance(u, Forward) else by_name[u.stage].backward_reads for u in uses]
     gathers, frees = _residencies(reads, [use.micro_batch for use in uses], prefetch, stay)
@@ -119,18 +134,29 @@ def _schedule(stages: Sequence[Stage], uses: Sequence[Forward | Backward], prefe
 
     program: list[Instruction] = []
     in_flight: list[Reduce] = []
+    held: list[Reduce] = []  # with lag: gradients that the last use completed
     for now, use in enumerate(uses):
-        program += [Gather(unit) for unit in gathers.get(now, ())]
+        units = gathers.get(now, ())
+        early = [unit for unit in units if lag and unit not in reads[now]]  # started behind this use, not before it
+        program += [Gather(unit) for unit in units if unit not in early]
+        if any(reduce.unit in opens.get(now, ()) for reduce in held):
+            program += held
+            in_flight, held = in_flight + held, []
         # Where a gradient buffer is needed only one other reduce may be under way, and none of the same unit.
         while opens.get(now) and in_flight and (len(in_flight) > 1 or in_flight[0].unit in opens[now]):
             done = in_flight.pop(0)
             program.append(Finish(done.unit, done.micro_batch))
         program.append(use)
-        program += [Free(unit) for unit in frees.get(now, ())]
-        for unit in last_gradient.get(now, ()):
-            in_flight.append(Reduce(unit, use.micro_batch))
-            program.append(in_flight[-1])
-    program += [Finish(reduce.unit, reduce.micro_batch) for reduce in in_flight]
+        free = [Free(unit) for unit in frees.get(now, ())]
+        complete = [Reduce(unit, use.micro_batch) for unit in last_gradient.get(now, ())]
+        if lag:
+            program += [*(Gather(unit) for unit in early), *held, *free]
+            in_flight, held = in_flight + held, complete
+        else:
+            program += [*free, *complete]
+            in_flight += complete
+    program += held
+    program += [Finish(reduce.unit, reduce.micro_batch) for reduce in in_flight + held]
     return tuple(program)
 
 
