@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch import Result, is_open_mpi, launch
+from tests.launch import ROOT, Result, clean_env, is_open_mpi, launch
 
 pytestmark = pytest.mark.mpi
 
@@ -120,8 +121,11 @@ def test_every_command_has_help_with_an_example():
             sub.parse_args(["--help"])
 
 
-def test_the_command_line_alone_needs_no_mpi():
-    assert "mpi4py" not in sys.modules
+def test_help_needs_no_mpi(folder):
+    code = "from mpshard.cli import main, sys; sys.argv[1:] = ['train', '--help']; "
+    code += "import atexit; atexit.register(lambda: print(sorted({'mpi4py', 'numpy'} & set(sys.modules)))); main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean_env(), capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 # -- the world -------------------------------------------------------------------------------

