@@ -30,7 +30,7 @@ TIMED_OUT = 124  # the exit status that coreutils' `timeout` gives
 _TOKEN = "MPSHARD_TEST_LAUNCH"
 # What launchers tell their ranks. A job started from inside a job must not see it: it would join the outer one.
 _LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "HYDI_", "MPI_", "SLURM_", _TOKEN)
-_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
+_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 # One core a rank: more threads than cores make every test slower and say nothing more.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # Open MPI refuses root, and more ranks than cores, unless told; ranks that wait without yielding starve the others.
@@ -43,7 +43,7 @@ _OPEN_MPI = {
 }
 # Each rank writes its own files ($0 is the folder). No core files: a rank past its limit is ended by SIGABRT.
 _REDIRECT = (
-    'ulimit -c 0; rank="${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-0}}"; exec "$@" >"$0/$rank.out" 2>"$0/$rank.err"'
+    'ulimit -c 0; rank="${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-${SLURM_PROCID:-0}}}"; exec "$@" >"$0/$rank.out" 2>"$0/$rank.err"'
 )
 # Segments that MPICH, Open MPI and UCX leave behind when a rank is killed before it could unlink them.
 _SEGMENTS = ("mpich_", "sm_segment.", "osc_sm.", "ucx_shm_", "open_mpi.", "mpshard")
@@ -102,8 +102,9 @@ def launch(
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] = ROOT,
+    launcher: Sequence[str] = (),
 ) -> Result:
-    """Run `mpiexec -n N python ARGS` and wait for its end, `timeout` seconds at most.
+    """Run `mpiexec -n N python ARGS` and wait for its end, `timeout` seconds at most. launcher: instead of mpiexec.
 
     For instance `launch(2, ["-m", "mpshard", "train", "tiny.toml"])`. Past the limit every rank is made to
     print the stack of all its threads, then the whole job is ended and `returncode` is 124. `env` is added to
@@ -111,8 +112,8 @@ def launch(
     """
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     token = uuid.uuid4().hex
-    command = (mpiexec(), "-n", str(n), sys.executable, *map(os.fspath, args))
-    wrapped = [*command[:3], "sh", "-c", _REDIRECT, str(folder), *command[3:]]
+    start, rank = (*(launcher or (mpiexec(),)), "-n", str(n)), (sys.executable, *map(os.fspath, args))
+    command, wrapped = (*start, *rank), [*start, "sh", "-c", _REDIRECT, str(folder), *rank]
     full_env = clean_env(_ONE_THREAD | (_OPEN_MPI if is_open_mpi() else {})) | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",  # a rank that is killed has still said what it said

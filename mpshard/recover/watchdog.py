@@ -61,7 +61,7 @@ class Place:
 
     @property
     def words(self) -> str:
-        return f"at step {self.step}, {self.what}" if self.step else self.what
+        return f"at step {self.step}, {self.what}" if self.step else f"at {self.what}"
 
 
 class Watchdog:
@@ -186,21 +186,24 @@ def describe(instruction: object) -> str:
 
 
 def sentence(places: Sequence[Place], world: int) -> str:
-    """Who is where, whoever is behind first: "rank 3 (h1) is at step 12, Forward layers.4; 5 others wait at step 12, ..."."""
-    groups: dict[tuple[int, str, bool], list[Place]] = {}
+    """Who is where, whoever is behind first: "rank 3 (h1) is at step 12, Forward layers.4; 5 others wait in Gather layers.5"."""
+    groups: dict[tuple[int, int, str, bool], list[Place]] = {}
     for place in sorted(places, key=lambda p: (p.done, p.rank)):
-        groups.setdefault((place.done, place.words, place.waits), []).append(place)
+        groups.setdefault((place.done, place.step, place.what, place.waits), []).append(place)
+    if len(groups) == 1 and len(places) == world > 1:
+        where = f"{'wait' if places[0].waits else 'are'} {places[0].words}"
+        return f"all ranks {where}" + ("; none is behind, so what lies between them does not work" if places[0].waits else "")
     silent = sorted(set(range(world)) - {place.rank for place in places})
     parts = [f"{_ranks(silent)} did not answer (stopped, dead or cut off)"] if silent else []
-    for (_, words, waits), group in groups.items():
-        verb = ("wait" if waits else "are") + ("s" if waits and len(group) == 1 else "")
-        if len(group) == world:
-            return f"all ranks {verb} {words}" + (", and none is behind: something between them does not work" if waits else "")
-        if parts:
-            who = f"{len(group)} other{'s' if len(group) > 1 else ''}"
-        else:
-            who = _ranks([p.rank for p in group]) + (f" ({group[0].host})" if len({p.host for p in group}) == 1 else "")
-        parts.append(f"{who} {verb if waits or len(group) > 1 else 'is'} {words}")
+    step = None
+    for (_, at, what, waits), group in groups.items():
+        one = len(group) == 1
+        hosts = {place.host for place in group}
+        who = (f"{len(group)} other{'' if one else 's'}" if parts else
+               _ranks([p.rank for p in group]) + (f" ({group[0].host})" if len(hosts) == 1 else ""))
+        verb = ("waits" if one else "wait") if waits else ("is" if one else "are")
+        parts.append(f"{who} {verb} {f'in {what}' if at == step else group[0].words}")
+        step = at
     return "; ".join(parts)
 
 
