@@ -40,7 +40,7 @@ def to_hf(config: GPT2Config | LlamaConfig, dtype: str = "F32", special_ids: Map
         "rope_theta": config.rope_theta, "rope_parameters": rope}
     if config.rope_scaling != "none":  # before version 5, transformers reads this spelling alone
         written["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    own = {"llama": {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias},
+    own: dict[str, dict[str, Any]] = {"llama": {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias},
            "mistral": {"sliding_window": config.sliding_window or None},
            "qwen2": {"use_sliding_window": False},
            "qwen3": {"use_sliding_window": False, "attention_bias": config.attention_bias}}

@@ -126,7 +126,9 @@ class _Printer:
     """Writes text as tokens come; a character of several tokens when it is whole."""
 
     def __init__(self, tokenizer: Tokenizer, speaks: bool) -> None:
-        self.tokenizer, self.speaks, self.ids, self.written = tokenizer, speaks, [], 0
+        self.tokenizer, self.speaks = tokenizer, speaks
+        self.ids: list[int] = []
+        self.written = 0
 
     def add(self, token: int) -> None:
         if self.speaks:

@@ -97,6 +97,11 @@ def test_a_completion_and_its_end_are_learnt(tokenizer, kind):
     assert tokenizer.decode(document.ids[~document.learn]) == "Grüße, "
 
 
+def test_a_token_of_both_prompt_and_completion_is_learnt(tokenizer):
+    document = prompt_completion({"prompt": "import num", "completion": "py as"}, tokenizer, "file:1")
+    assert [tokenizer.decode(document.ids[part]) for part in (~document.learn, document.learn)] == ["import", " numpy as"]
+
+
 @pytest.mark.parametrize(("line", "words"), [
     ("{", ":1 is not JSON"),
     ("[1]", ":1 is no JSON object"),
