@@ -42,7 +42,7 @@ def build_sharded(config: Config, comm: MPI.Comm) -> Sharded:
 
     Raises ConfigError, on every rank, if model.init_from does not hold the weights of such a model.
     """
-    c, model, weights = config, models.from_config(config.model), None
+    c, model, weights = config, models.model_of(config), None
     if c.model.init_from:
         weights = open_on_all(comm, publish.find(Path(c.model.init_from)))
         on_root(comm, lambda: check_weights(weights, model))  # before any memory is taken

@@ -19,31 +19,63 @@ def rows(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1])
 
 
+# -- parameters ------------------------------------------------------------------------------
+def whole(tape: Tape, weight: Parameter) -> Array:
+    """The weight; of a fused one whose parts lie in different units a copy, so that there is one product all the same."""
+    if not weight.apart:
+        return weight.data
+    joined = tape.device.empty(weight.shape, weight.parts[0].data.dtype)
+    for part, place in _parts(weight):
+        joined[place] = part.data
+    return joined
+
+
+def _parts(weight: Parameter) -> list[tuple[Parameter, slice]]:
+    """What is stored in one piece, and its rows of the weight."""
+    found, row = [], 0
+    for part in weight.parts if weight.apart else (weight,):
+        found.append((part, slice(row, row + part.shape[0]) if weight.apart else slice(None)))
+        row += part.shape[0] if part.shape else 0
+    return found
+
+
 # -- linear ----------------------------------------------------------------------------------
 def linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = None, transposed: bool = False) -> Tensor:
     """x (..., i) -> (..., o): x @ weight.T + bias, weight (o, i) as torch.nn.Linear stores it.
 
     transposed: the weight is stored (i, o), as GPT-2's Conv1D does. BLAS reads either way round.
     """
-    w = weight.data if transposed else weight.data.T
-    y = tape.device.matmul(rows(x.data), w)
+    w = whole(tape, weight)
+    y = tape.device.matmul(rows(x.data), w if transposed else w.T)
     if bias is not None:
-        tape.device.add_bias(y, bias.data)
+        tape.device.add_bias(y, whole(tape, bias))
     return tape.record(y.reshape(*x.data.shape[:-1], y.shape[-1]), linear_backward, x, weight, bias, transposed)
 
 
 def linear_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, bias: Parameter | None, transposed: bool) -> None:
     dy = rows(dy)
-    if bias is not None:
-        target, accumulate = bias.grad_target()
+    for part, place in _parts(bias) if bias is not None else ():
+        target, accumulate = part.grad_target()
         if target is not None:
-            tape.device.column_sum(dy, target, accumulate)
-    target, accumulate = weight.grad_target()
-    if target is not None:
-        a, b = (rows(x.data), dy) if transposed else (dy, rows(x.data))
-        tape.device.matmul(a.T, b, out=target, accumulate=accumulate)
-    dx = tape.device.matmul(dy, weight.data.T if transposed else weight.data)
-    x.accumulate(dx.reshape(x.data.shape), tape.device)
+            tape.device.column_sum(_columns(tape, dy, place), target, accumulate)
+    for part, place in _parts(weight):
+        target, accumulate = part.grad_target()
+        if target is not None:
+            dy_part = _columns(tape, dy, place)
+            a, b = (rows(x.data), dy_part) if transposed else (dy_part, rows(x.data))
+            tape.device.matmul(a.T, b, out=target, accumulate=accumulate)
+    if x.wants_grad:
+        w = whole(tape, weight)
+        x.accumulate(tape.device.matmul(dy, w.T if transposed else w).reshape(x.data.shape), tape.device)
+
+
+def _columns(tape: Tape, dy: Array, place: slice) -> Array:
+    """dy (n, o) of some of the outputs; contiguous."""
+    if place == slice(None):
+        return dy
+    part = tape.device.empty((len(dy), place.stop - place.start), dy.dtype)
+    part[...] = dy[:, place]
+    return part
 
 
 # -- embedding -------------------------------------------------------------------------------
@@ -83,7 +115,9 @@ def layer_norm(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter, eps: f
 
 
 def layer_norm_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, bias: Parameter, stats: Array) -> None:
-    (dweight, accumulate), (dbias, _) = weight.grad_target(), bias.grad_target()
+    (dweight, accumulate), (dbias, accumulate_bias) = weight.grad_target(), bias.grad_target()
+    if dweight is None:
+        accumulate = accumulate_bias
     x.grad = tape.device.layer_norm_backward(dy, x.data, weight.data, stats, dweight, dbias, accumulate, dx=x.grad)
 
 
@@ -260,8 +294,9 @@ def cross_entropy(tape: Tape, x: Tensor, table: Parameter, targets: Array, ignor
 def cross_entropy_backward(tape: Tape, dy: float, loss: Loss, x: Tensor, table: Parameter, targets: Array, ignore_index: int) -> None:
     target, accumulate = table.grad_target()
     loss.value, dx = tape.device.cross_entropy(
-        rows(x.data), table.data, targets.reshape(-1), ignore_index, dy, target, accumulate, want_dx=True)
-    x.accumulate(dx.reshape(x.data.shape), tape.device)
+        rows(x.data), table.data, targets.reshape(-1), ignore_index, dy, target, accumulate, want_dx=x.wants_grad)
+    if dx is not None:
+        x.accumulate(dx.reshape(x.data.shape), tape.device)
 
 
 def last_position(tape: Tape, x: Tensor) -> Tensor:

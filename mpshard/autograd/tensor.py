@@ -20,12 +20,13 @@ class Tensor:
 
     remake: how to compute the array again from what its operation kept, for those that are cheap to make and large to
     keep (norms, activations): it may be dropped between forward and backward.
+    wants_grad: False where nothing that learns lies behind it, so that its gradient would be work for nobody.
     """
 
-    __slots__ = ("_data", "grad", "remake")
+    __slots__ = ("_data", "grad", "remake", "wants_grad")
 
-    def __init__(self, data: Array | None, remake: Callable[[], Array] | None = None) -> None:
-        self._data, self.remake = data, remake
+    def __init__(self, data: Array | None, remake: Callable[[], Array] | None = None, wants_grad: bool = True) -> None:
+        self._data, self.remake, self.wants_grad = data, remake, wants_grad
         self.grad: Array | None = None
 
     @property
@@ -40,6 +41,8 @@ class Tensor:
 
     def accumulate(self, grad: Array, device: Device) -> None:
         """Add `grad`, which from now on belongs to this tensor."""
+        if not self.wants_grad:
+            return
         if self.grad is None:
             self.grad = grad
         else:
@@ -61,8 +64,8 @@ class Parameter:
     def __init__(self, name: str, shape: tuple[int, ...], init: Any = None, parts: Sequence[Parameter] = (),
                  transposed: bool = False) -> None:
         self.name, self.shape, self.init, self.parts, self.transposed = name, tuple(shape), init, tuple(parts), transposed
-        self.trainable = True
-        self.apart = False  # fused: its parts are not neighbours (some frozen), so it cannot be read as one
+        self.trainable = True  # to be set before the model is sharded
+        self.apart = False  # fused: its parts lie in different units (some frozen), so it cannot be read as one
         self._data: Array | None = None
         self.grad: Array | None = None
         self.grad_started = False  # False: the gradient buffer still holds an older unit's numbers
@@ -79,6 +82,11 @@ class Parameter:
         for extent in self.shape:
             size *= extent
         return size
+
+    @property
+    def learns(self) -> bool:
+        """Whether it, or any of its parts, gets a gradient."""
+        return any(part.trainable for part in self.parts) if self.parts else self.trainable
 
     @property
     def data(self) -> Array:
@@ -108,6 +116,12 @@ class Parameter:
 Rule = Callable[..., None]
 
 
+def _learn(saved: Sequence[Any]) -> bool:
+    """Whether anything among what a rule keeps, or in lists within, wants a gradient."""
+    return any(value.wants_grad if isinstance(value, Tensor) else value.learns if isinstance(value, Parameter)
+               else isinstance(value, list | tuple) and _learn(value) for value in saved)
+
+
 class Tape:
     """Records the operations of one module on one micro-batch and runs them backwards.
 
@@ -128,9 +142,12 @@ class Tape:
         self.random_ops = 0
 
     def record(self, result: Array | Tensor | None, rule: Rule, *saved: Any) -> Tensor:
-        """Wrap an operation's result; keep its rule and what that needs, unless nothing is recorded."""
+        """Wrap an operation's result; keep its rule and what that needs, unless nothing is recorded or nothing that the
+        operation read learns."""
         out = result if isinstance(result, Tensor) else Tensor(result)
-        if self.recording:
+        out.wants_grad = False  # for now: some rules keep their own result
+        out.wants_grad = _learn(saved)
+        if self.recording and out.wants_grad:
             self.entries.append((rule, out, saved))
         self.after_op()
         return out

@@ -2,12 +2,12 @@
 
 from dataclasses import fields
 
-from mpshard.config import ModelConfig
+from mpshard.config import Config, ModelConfig
 from mpshard.models.gpt2 import GPT2Config, gpt2
 from mpshard.models.llama import LlamaConfig, llama
-from mpshard.nn import Model
+from mpshard.nn import Model, set_trainable
 
-__all__ = ["GPT2Config", "LlamaConfig", "from_config", "gpt2", "llama"]
+__all__ = ["GPT2Config", "LlamaConfig", "from_config", "gpt2", "llama", "model_of"]
 
 
 def from_config(config: ModelConfig) -> Model:
@@ -18,3 +18,11 @@ def from_config(config: ModelConfig) -> Model:
             n_heads=config.n_heads, d_ff=config.d_ff, dropout=config.dropout, tie_embeddings=config.tie_embeddings,
             gelu_approximate=config.activation == "gelu_tanh", norm_eps=config.norm_eps))
     return llama(LlamaConfig(**{field.name: getattr(config, field.name) for field in fields(LlamaConfig)}))
+
+
+def model_of(config: Config) -> Model:
+    """The model of a whole, resolved configuration: the shapes, and which parameters learn."""
+    model = from_config(config.model)
+    if config.optim.trainable:
+        set_trainable(model, config.optim.trainable)
+    return model

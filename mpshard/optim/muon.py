@@ -106,7 +106,8 @@ class Muon(AdamW):
                              {name: cost(shape) for name, shape in self.shapes.items()}, sharded.device,
                              next(iter(units.values())).dtype, sharded.options.replicated)
         turned = {p.name for p in sharded.model.parameters if p.transposed}
-        self.factors = {name: update_scale(*(reversed(shape) if name in turned else shape), scale) for name, shape in self.shapes.items()}
+        self.factors = {name: update_scale(columns, rows, scale) if name in turned else update_scale(rows, columns, scale)
+                        for name, (rows, columns) in self.shapes.items()}
 
     def is_elementwise(self, name: str) -> bool:
         return name not in self.shapes
@@ -131,7 +132,7 @@ class Muon(AdamW):
 
     def _directions(self, scale: float) -> dict[str, Array]:
         """Momentum takes in the gradient. {matrix: what is to be made orthogonal, this rank's elements, flat}."""
-        found = {}
+        found: dict[str, Array] = {}
         for name, moments in self.buffers.items():
             unit = self.sharded.units[name]
             ahead = self.sharded.device.empty(unit.shard.size, unit.dtype, Kind.STAGING)

@@ -91,6 +91,7 @@ class Engine:
                  device: Device, transport: Transport, poll: Callable[[], None]) -> None:
         self.modules = {module.name: module for module in modules}
         self.order = [module.name for module in modules]
+        self.trained = [stage.name for stage in schedule.trained(stages)]  # those that run backward
         self.stages, self.units = {stage.name: stage for stage in stages}, units
         self.device, self.transport, self.poll = device, transport, poll
         self.observer: Observer | None = None
@@ -198,12 +199,13 @@ class Engine:
         start = time.perf_counter()
         name, mb = instruction.stage, instruction.micro_batch
         waited = self._wait_for(self.stages[name].reads)
-        tape = self._tape(name, mb, recording=bool(self.keys) and name not in self.recomputed)
+        trained = bool(self.keys) and name in self.trained
+        tape = self._tape(name, mb, recording=trained and name not in self.recomputed)
         x = self.stream.pop(mb, None)
         if x is not None:
-            x = Tensor(x.data)
+            x = Tensor(x.data, wants_grad=name != self.trained[0])
         y = self.modules[name].forward(tape, x, self.batches[mb])
-        if self.keys:
+        if trained:
             if self.drops_cheap and name != self.order[-1]:  # the last one's backward follows at once
                 tape.drop_cheap()
             self.tapes[name, mb] = tape, x, y if tape.recording else None

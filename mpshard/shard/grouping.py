@@ -34,6 +34,8 @@ def group(model: Model, rule: Rule = "block") -> list[Group]:
     A unit's frozen parameters are stored apart from those that learn ("layers.3.frozen"), so that they cost neither
     gradient nor moments.
     """
+    if not any(parameter.trainable for parameter in model.parameters):
+        raise ConfigError("nothing in the model is trainable; see optim.trainable")
     name_of = _names(model, rule)
     units: dict[str, list[Parameter]] = {}
     for module in model.modules:
