@@ -22,7 +22,7 @@ def loaded_after(statement: str) -> set[str]:
 @pytest.mark.parametrize(
     "module",
     ["mpshard", "mpshard.config", "mpshard.data", "mpshard.device", "mpshard.models",
-     "mpshard.shard.layout", "mpshard.shard.schedule"],
+     "mpshard.comm", "mpshard.optim", "mpshard.cli", "mpshard.shard.layout", "mpshard.shard.schedule", "mpshard.shard.grouping"],
 )  # fmt: skip
 def test_import_starts_neither_mpi_nor_cupy(module: str) -> None:
     assert not loaded_after(f"import {module}") & {"mpi4py.MPI", "cupy"}

@@ -8,11 +8,14 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from mpi4py import MPI
 
 from mpshard.device.blas import available_cores
+
+if TYPE_CHECKING:
+    from mpi4py import MPI  # imported where it is used: the doctor's judgement is tested without MPI
 
 PROBE = 8 << 20  # bytes sent to measure a link
 
@@ -49,6 +52,8 @@ class MpiFacts:
 
 def mpi_facts() -> MpiFacts:
     """What this rank's MPI says of itself."""
+    from mpi4py import MPI
+
     levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized",
               MPI.THREAD_MULTIPLE: "multiple"}
     # MPICH: "MPICH Version:      5.0.2\n..."; Open MPI: "Open MPI v5.0.11, package: ...".
@@ -58,6 +63,8 @@ def mpi_facts() -> MpiFacts:
 
 def rank_facts(comm: MPI.Comm, versions: Mapping[str, str]) -> list[RankFacts]:
     """Every rank's facts, on every rank. Collective. versions: of packages, added to Python's and MPI's."""
+    from mpi4py import MPI
+
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
     first = node.bcast(comm.rank)
     affinity = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
@@ -72,6 +79,8 @@ def rank_facts(comm: MPI.Comm, versions: Mapping[str, str]) -> list[RankFacts]:
 
 def _link(comm: MPI.Comm, node: MPI.Comm) -> float:
     """Bytes a second between the first ranks of neighbouring nodes, all links at once; 0 for other ranks. Collective."""
+    from mpi4py import MPI
+
     leaders = comm.Split(0 if node.rank == 0 else MPI.UNDEFINED, comm.rank)
     if leaders == MPI.COMM_NULL:
         return 0.0
