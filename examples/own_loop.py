@@ -30,6 +30,6 @@ def batch_of(step: int) -> tuple[np.ndarray, np.ndarray]:
 for step in range(STEPS):
     optim.lr = mps.learning_rate(step, peak=1e-2, steps=STEPS, warmup=5)
     out = sharded.step(batch_of(step))
-    optim.step(out)
+    optim.step()
     if rank == 0:
         print(f"step {step + 1:2d}  loss {out.loss:.4f}  gradient norm {out.grad_norm:.3f}", flush=True)

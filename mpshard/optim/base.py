@@ -69,14 +69,18 @@ class Optimizer:
             raise ConfigError("optim.moments=bf16 needs masters in fp32")
         return Moments(self.sharded.device, segments, self.decayed, kinds, unit.dtype, self.short, getattr(self.sharded, "seed", 0))
 
-    def step(self, output: StepOutput) -> float:
+    def step(self, output: StepOutput | None = None) -> float:
         """Update every slice with the gradients that `Sharded.step` left. Collective. Returns the clipping factor, 0 for a
         step that was skipped.
 
+        output: what `Sharded.step` returned; by default the latest.
         The gradients are of the sum of token losses; 1 / (valid tokens of the step) enters here, as one factor.
         A gradient that is not finite (the verdict is global) changes nothing but the loss scale, where there is one;
         without one it raises FloatingPointError on every rank.
         """
+        output = output or self.sharded.last
+        if output is None:
+            raise ValueError("there is no gradient to step with: call Sharded.step first")
         scaler = self.sharded.loss_scale
         if scaler is not None:
             scaler.update(output.is_finite)
