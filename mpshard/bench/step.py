@@ -15,6 +15,7 @@ from mpshard.bench import gemm
 from mpshard.bench.work import matrix_parameters, products, step_flops
 from mpshard.comm import collectives
 from mpshard.config import Config
+from mpshard.device.base import Kind
 from mpshard.device.blas import blas_info
 from mpshard.shard import StepOutput
 from mpshard.train import build_model
@@ -61,6 +62,8 @@ def measure(config: Config, comm: MPI.Comm, steps: int, warmup: int, with_gemm: 
     found = _summary(comm, times, outputs, usage, memory)
     flops = step_flops(sharded.model, config.train.global_batch_size * t, t) / comm.size
     found |= {"gflops": flops / found["step_s"] / 1e9}
+    peaks = collectives.all_max(comm, np.array([sharded.device.memory.peak(kind) for kind in Kind], np.float64))
+    found |= {"peak_bytes_by_kind": {kind.value: int(peak) for kind, peak in zip(Kind, peaks, strict=True)}}
     if with_gemm:
         ceiling = gemm.measure(sharded.device, comm, products(sharded.model, micro * t))
         found |= {"gemm_gflops": ceiling["gflops"], "gemm_share": found["gflops"] / ceiling["gflops"]}

@@ -1,0 +1,35 @@
+"""An estimate of what forward leaves for backward. Everything else in this room is exact; this is not."""
+
+from __future__ import annotations
+
+from mpshard.models import GPT2Config, LlamaConfig
+from mpshard.nn.module import Model
+from mpshard.shard.options import Options, recomputed
+
+LOGITS = 16 << 20  # bytes of the chunk of logits that exists at a time, at most
+BYTES = 4  # of an element: the arithmetic is float32
+
+
+def activation_bytes(model: Model, options: Options, tokens: int) -> int:
+    """Bytes of activations at their peak, for a micro-batch of `tokens`; expect it to be a tenth off.
+
+    Per token, a block keeps what its rules need: the input of every product, q, k, v, what attention returned, and the
+    residual stream twice. Norms and activations are made again unless train.recompute is "none"; a recomputed block
+    keeps its input alone. On top: the block that is in backward, and the chunk of logits.
+    """
+    c = model.config
+    if isinstance(c, GPT2Config):
+        qkv, y, wide, hidden = 3 * c.d_model, c.d_model, c.ff, c.ff
+    elif isinstance(c, LlamaConfig):
+        qkv, y = (c.n_heads + 2 * c.kv_heads) * c.head_width, c.n_heads * c.head_width
+        wide, hidden = 2 * c.ff, c.ff
+    else:
+        raise TypeError(f"no estimate for {type(c).__name__}")
+    whole = qkv + y + 2 * c.d_model + wide + c.n_heads  # input of the block is the output of the last
+    cheap = 2 * c.d_model + hidden
+    kept = whole + (cheap if options.recompute == "none" else 0)
+    blocks = len(model.modules) - 2
+    again = len(recomputed(model, options.recompute))
+    in_backward = cheap + wide + hidden + 2 * c.d_model
+    per_token = (blocks - again) * kept + again * c.d_model + (whole if again else 0) + in_backward + 2 * c.d_model
+    return BYTES * tokens * per_token + min(LOGITS, BYTES * tokens * c.vocab_size)

@@ -1,0 +1,194 @@
+"""Bytes and messages of a step, counted on the program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpshard.config import ConfigError
+from mpshard.device.base import Kind
+from mpshard.nn.module import Model
+from mpshard.shard.grouping import group, stages_of
+from mpshard.shard.layout import Layout, lay_out
+from mpshard.shard.options import Options
+from mpshard.shard.precision import DTYPES, Plain
+from mpshard.shard.schedule import (
+    Finish,
+    Gather,
+    Program,
+    Reduce,
+    forward_program,
+    full_slots,
+    gradient_slots,
+    training_program,
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank holds and moves.
+
+    bytes: held through a run of steps, by kind; of gathered units and full gradients what the fixed buffers take.
+        Staging and activations come on top (see `activation_bytes`); they come and go.
+    gathers, reduces: collectives a step. bytes_gathered, bytes_reduced: what a rank must receive for gathers, and send
+        for reduces, a step: (ranks - 1) slices each.
+    """
+
+    program: Program
+    bytes: Mapping[Kind, int]
+    gathers: int
+    reduces: int
+    bytes_gathered: int
+    bytes_reduced: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Who holds what: `ranks` in all, `group` of them around one copy of the weights, `node` of those sharing memory."""
+
+    ranks: int
+    group: int
+    node: int
+    shares_memory: bool
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks // self.group
+
+    @property
+    def in_place(self) -> bool:
+        """Whether units can be read where their slices lie."""
+        return self.shares_memory and self.node == self.group
+
+
+def topology(options: Options, ranks: int, ranks_on_node: int = 0) -> Topology:
+    """ranks_on_node: 0, all of them. The rules are those of `mpshard.shard`."""
+    node = ranks_on_node or ranks
+    size = ranks
+    if options.strategy == "hybrid":
+        size = options.dp_shard or (ranks // options.dp_replicate if options.dp_replicate else node)
+        if ranks % size or (options.dp_replicate and size * options.dp_replicate != ranks):
+            raise ConfigError(f"mesh.dp_shard x mesh.dp_replicate does not multiply out to {ranks} ranks")
+    shares = options.transport == "shm" or (options.transport == "auto" and not (node == 1 and size > 1))
+    return Topology(ranks, size, min(node, size), shares and not options.replicated)
+
+
+def plan(model: Model, options: Options, ranks: int, micro_batches: int = 1, *, rank: int = 0, ranks_on_node: int = 0,
+         moments: int = 2, moment_dtype: Any = "float32", evaluates: bool = False, on_host: bool = True) -> Plan:
+    """Count a step of `micro_batches` on `rank` of `ranks`.
+
+    moments: arrays that the optimizer keeps a parameter (AdamW 2, SGD with momentum 1), `moment_dtype` each.
+    evaluates: the run also executes the forward program, whose buffers may be others. on_host: False for a GPU, whose
+    programs lag and which computes in 16 bits where weights arrive so.
+    """
+    count = Count(options, topology(options, ranks, ranks_on_node), on_host)
+    groups = group(model, options.unit)
+    layouts = {g.name: lay_out([(p.name, p.shape) for p in g.parameters], 1 if options.replicated else ranks) for g in groups}
+    stages, lag = stages_of(model, groups), 0 if on_host else 1
+    program = training_program(stages, micro_batches, options.prefetch, options.stay, options.reduce_once, lag)
+    padded = {name: layout.padded_size for name, layout in layouts.items()}
+    gathered = [full_slots(program, padded).sizes]
+    if evaluates:
+        gathered.append(full_slots(forward_program(stages, options.prefetch, lag), padded).sizes)
+    learning = {g.name: layouts[g.name] for g in groups if g.trainable}
+    partial = partial_sums(program, {name: layout.shard_size for name, layout in learning.items()}) if options.deterministic else 0
+    held = {
+        Kind.PARAMETER: sum(map(count.parameters, layouts.values())),
+        Kind.GRADIENT: sum(map(count.gradients, learning.values())) + partial * count.master,
+        Kind.MOMENT: sum(count.owned(layout, rank) for layout in learning.values()) * moments * np.dtype(moment_dtype).itemsize,
+        Kind.GATHERED: count.full_buffers(largest_slots(gathered)),
+        Kind.FULL_GRADIENT: sum(gradient_slots(program, stages, padded).sizes) * count.gradient}
+    gathers = [layouts[i.unit] for i in program if isinstance(i, Gather)]
+    reduces = [layouts[i.unit] for i in program if isinstance(i, Reduce)]
+    reduced = sum(map(count.sent_by_reduce, reduces)) + sum(map(count.sent_to_replicas, learning.values()))
+    return Plan(program, held, len(gathers), len(reduces), sum(map(count.sent_by_gather, gathers)), reduced)
+
+
+class Count:
+    """Bytes of one unit, given its layout.
+
+    master, full, gradient: bytes of an element of a slice, of a gathered unit, of its gradient.
+    """
+
+    def __init__(self, options: Options, topo: Topology, on_host: bool) -> None:
+        p = options.precision
+        self.replicated, self.topo, self.wire = options.replicated, topo, p.wire
+        self.replicas = 1 if options.replicated else topo.replicas
+        arithmetic = DTYPES[p.master if on_host else p.param]
+        self.master, self.full = DTYPES[p.master].itemsize, arithmetic.itemsize
+        self.gradient, self.reduced = DTYPES[p.master if on_host else p.reduce].itemsize, DTYPES[p.reduce].itemsize
+        plain = isinstance(self.wire, Plain)
+        self.travels_as_it_is = plain and self.wire.dtype == arithmetic
+        self.sends_masters = plain and self.wire.dtype == DTYPES[p.master] and self.replicas == 1
+
+    def sent(self, layout: Layout) -> int:
+        """What a rank contributes to a gather: its slice as it travels, with those of its replicas."""
+        return self.wire.size(layout.shard_size) * self.wire.dtype.itemsize * self.replicas
+
+    def parameters(self, layout: Layout) -> int:
+        return self.sent(layout) + (0 if self.sends_masters else layout.shard_size * self.master)
+
+    def gradients(self, layout: Layout) -> int:
+        """The slice and, under hybrid sharding, what is summed in the group before."""
+        return (1 + (self.replicas if self.replicas > 1 else 0)) * layout.shard_size * self.master
+
+    def owned(self, layout: Layout, rank: int) -> int:
+        """Elements of parameters in the slice of `rank`, padding not counted."""
+        index, place = divmod(rank, self.topo.group)
+        return sum(s.size for s in layout.segments(0 if self.replicated else place * self.topo.replicas + index))
+
+    def full_buffers(self, slots: Sequence[int]) -> int:
+        """Buffers for `slots` gathered elements each; one that a node shares counts in equal parts."""
+        in_place = self.topo.in_place or self.replicated
+        sharing = self.topo.node if self.topo.shares_memory else 1
+        if self.travels_as_it_is:
+            return 0 if in_place else sum(size * self.full // sharing for size in slots)
+        slices = 1 if self.replicated else self.topo.ranks
+        words = [self.wire.size(size // slices) * slices * self.wire.dtype.itemsize // sharing for size in slots]
+        return sum(slots) * self.full + (0 if in_place else sum(words))
+
+    def sent_by_gather(self, layout: Layout) -> int:
+        return 0 if self.replicated else (self.topo.group - 1) * self.sent(layout)
+
+    def sent_by_reduce(self, layout: Layout) -> int:
+        if self.replicated:  # a ring all-reduce
+            return 2 * (self.topo.ranks - 1) * (layout.padded_size * self.reduced // self.topo.ranks)
+        return layout.padded_size // self.topo.group * (self.topo.group - 1) * self.reduced
+
+    def sent_to_replicas(self, layout: Layout) -> int:
+        """Once a step, under hybrid sharding: the groups exchange their sums."""
+        return (self.replicas - 1) * layout.shard_size * self.master
+
+
+def largest_slots(programs: Sequence[Sequence[int]]) -> list[int]:
+    """Sizes of buffers that serve several programs, one after another: the largest of each for the largest."""
+    ordered = [sorted(sizes, reverse=True) for sizes in programs]
+    return [max(sizes[place] for sizes in ordered if place < len(sizes)) for place in range(max(map(len, ordered)))]
+
+
+def partial_sums(program: Program, slice_sizes: Mapping[str, int]) -> int:
+    """Elements of the partial sums that deterministic accumulation holds at its worst: see `mpshard.shard.gradient`."""
+    counts: dict[str, list[int]] = {}  # of each unit: how many micro-batches each of its partial sums covers
+    last = {i.unit: index for index, i in enumerate(program) if isinstance(i, Finish)}
+    held = worst = 0
+    for index, instruction in enumerate(program):
+        if isinstance(instruction, Reduce):
+            held += slice_sizes[instruction.unit]
+            worst = max(worst, held)
+        elif isinstance(instruction, Finish):
+            partial = counts.setdefault(instruction.unit, [])
+            count = 1
+            while partial and partial[-1] == count:
+                count += partial.pop()
+                held -= slice_sizes[instruction.unit]
+            partial.append(count)
+            if index == last[instruction.unit]:  # joined, and copied to the slice
+                held -= len(partial) * slice_sizes[instruction.unit]
+    return worst

@@ -1,0 +1,77 @@
+"""Plans of a configuration, as `mpshard plan` shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpshard import config as configuration
+from mpshard import models
+from mpshard.config import Config, ConfigError
+from mpshard.device.base import Kind
+from mpshard.plan.activations import activation_bytes
+from mpshard.plan.costs import Plan, plan, topology
+from mpshard.shard.options import Options
+from mpshard.shard.precision import Precision
+
+MOMENTS = {"adamw": 2, "sgd": 1, "muon": 2}  # arrays a parameter; muon's matrices need one, so it is at most this
+MOST_RANKS = 1 << 16  # where the search for enough ranks ends
+
+
+def options_of(config: Config) -> Options:
+    """How `config` shards."""
+    s, p = config.shard, config.precision
+    return Options(s.strategy, s.prefetch, s.reshard_after_forward, s.unit, s.accumulate, s.deterministic, config.mesh.dp_shard,
+                   config.mesh.dp_replicate, s.reduce, s.transport, s.progress, config.train.recompute,
+                   Precision(p.param, p.gather.removeprefix("param"), p.reduce))
+
+
+def plan_of(config: Config, ranks: int, ranks_on_node: int = 0, rank: int = 0) -> Plan:
+    """The plan of a resolved configuration on `ranks` ranks. ConfigError if it cannot run on so many."""
+    configuration.validate(config, ranks)
+    t, o = config.train, config.optim
+    return plan(models.model_of(config), options_of(config), ranks, t.global_batch_size // (t.micro_batch_size * ranks),
+                rank=rank, ranks_on_node=ranks_on_node, moments=MOMENTS[o.name],
+                moment_dtype="float32" if o.moments == "fp32" else "uint16", evaluates=config.data.eval != "none")
+
+
+def plans(config: Config, ranks: Sequence[int], device_bytes: int = 0, ranks_on_node: int = 0) -> dict[str, Any]:
+    """What `mpshard plan --json` prints: {"parameters", "plans": one for each of `ranks`, "fewest_ranks"}.
+
+    A number of ranks that the configuration cannot run on has a "problem" instead of figures. device_bytes: what a rank
+    has; 0: not known, and nothing is said of what fits.
+    """
+    model = models.model_of(config)
+    rows = [_row(config, n, device_bytes, ranks_on_node) for n in ranks]
+    found = {"arch": config.model.arch, "parameters": model.size, "strategy": config.shard.strategy, "plans": rows}
+    return found | ({"device_bytes": device_bytes, "fewest_ranks": fewest_ranks(config, device_bytes)} if device_bytes else {})
+
+
+def fewest_ranks(config: Config, device_bytes: int) -> int | None:
+    """The smallest power of two of ranks on which the estimated need of each fits `device_bytes`, None if none does.
+
+    The batch is taken to be one micro-batch a rank.
+    """
+    model, options, ranks = models.model_of(config), options_of(config), 1
+    activations = activation_bytes(model, options, config.train.micro_batch_size * config.data.seq_len)
+    while ranks <= MOST_RANKS:
+        if plan(model, options, ranks, moments=MOMENTS[config.optim.name]).total + activations <= device_bytes:
+            return ranks
+        ranks *= 2
+    return None
+
+
+def _row(config: Config, ranks: int, device_bytes: int, ranks_on_node: int) -> dict[str, Any]:
+    try:
+        made = plan_of(config, ranks, min(ranks_on_node, ranks))
+    except ConfigError as error:
+        return {"ranks": ranks, "problem": str(error)}
+    options = options_of(config)
+    tokens = config.train.micro_batch_size * config.data.seq_len
+    activations = activation_bytes(models.model_of(config), options, tokens)
+    row = {"ranks": ranks, "micro_batches": config.train.global_batch_size // (config.train.micro_batch_size * ranks),
+           "transport": "shm" if topology(options, ranks, min(ranks_on_node, ranks)).shares_memory else "mpi",
+           "bytes": {kind.value: made.bytes[kind] for kind in Kind if kind in made.bytes}, "total_bytes": made.total,
+           "activation_bytes_estimated": activations, "gathers": made.gathers, "reduces": made.reduces,
+           "bytes_gathered": made.bytes_gathered, "bytes_reduced": made.bytes_reduced}
+    return row | ({"fits": made.total + activations <= device_bytes} if device_bytes else {})
