@@ -38,7 +38,7 @@ class State:
     ----------
     step: optimizer steps done. position: samples seen, the place in the endless stream of `mpshard.data`.
     random: what random numbers are a function of, beside their own place: seed and step.
-    optimizer: the optimizer's counters. loss_scale: of fp16 training, else None.
+    optimizer: the optimizer's counters, and the loss scale of fp16 training.
     tokenizer: its file in this directory, empty if there is none.
     world: ranks that wrote. config: the effective configuration, {"section.key": value}. version: of mpshard.
     files: what each file of the directory must be; see the module's text.
@@ -48,7 +48,6 @@ class State:
     position: int = 0
     random: dict[str, int] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
-    loss_scale: dict[str, Any] | None = None
     tokenizer: str = ""
     world: int = 1
     config: dict[str, Any] = field(default_factory=dict)

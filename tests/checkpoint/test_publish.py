@@ -105,6 +105,8 @@ def test_stopped_anywhere_there_is_always_a_whole_one_to_resume_from(tmp_path, m
             first = publish.candidates(root)[0]
             assert is_whole(first), f"after {operation} operations {first} is not whole"
             assert publish.step_of(first) >= 20
+            if again != 20:
+                assert is_whole(root / "latest"), f"after {operation} operations latest names what is not whole"
             save(root, 40, keep=2)  # and the next save cleans up
             assert not [path for path in root.iterdir() if path.name.endswith((".partial", ".replaced"))]
             shutil.rmtree(root)
