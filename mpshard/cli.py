@@ -54,7 +54,18 @@ def _main(argv: Sequence[str] | None) -> int:
             return 0
         problem = leave.text
         return in_world(lambda arguments, world: _refuse(problem), argparse.Namespace())
+    if hasattr(arguments, "alone"):
+        return alone(arguments)
     return in_world(arguments.run, arguments)
+
+
+def alone(arguments: argparse.Namespace) -> int:
+    """Run a command that is no rank's; its status, or 2 after a one-line error."""
+    try:
+        return arguments.alone(arguments)
+    except ConfigError as error:
+        _say(error, speaks=True)
+        return USAGE_STATUS
 
 
 def _refuse(problem: str) -> NoReturn:
@@ -134,13 +145,19 @@ class Version(argparse.Action):
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of a command. Its section.key=value words may stand anywhere; argparse takes a list's words together."""
     words = list(sys.argv[1:] if argv is None else argv)
+    here = words.index("--") if "--" in words else len(words)
+    words, command = words[:here], words[here + 1:]  # behind -- comes another command, none of our words
     rest = [word for word in words if not SETTING.match(word)]
     arguments = parser().parse_args(rest)
     given = [word for word in words if SETTING.match(word)]
     if given and not hasattr(arguments, "settings"):
         raise Leave(USAGE_STATUS, f"this command takes no {given[0].partition('=')[0]}; see mpshard COMMAND --help")
+    if command and not hasattr(arguments, "command"):
+        raise Leave(USAGE_STATUS, f"this command takes nothing behind --, such as {command[0]}; see mpshard COMMAND --help")
     if given:
         arguments.settings = [*arguments.settings, *given]
+    if command:
+        arguments.command = command
     return arguments
 
 
