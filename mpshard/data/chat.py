@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 # Around what a template's generation tag encloses; noncharacters, which no text may hold (Unicode, section 23.7).
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
@@ -111,7 +116,9 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 
 def load_chat_template(directory: str, tokenizer: Tokenizer, file: str = "auto") -> ChatTemplate:
-    """The chat template in `file`; "auto": that of a model's or a tokenizer's directory."""
+    """The chat template in `file`; "chatml": `CHATML`; "auto": that of a model's or a tokenizer's directory."""
+    if file == "chatml":
+        return ChatTemplate(CHATML, tokenizer.special, "chatml")
     path = os.path.join(directory, "chat_template.jinja") if file == "auto" else file
     try:
         with open(path, encoding="utf-8") as opened:
@@ -127,5 +134,5 @@ def load_chat_template(directory: str, tokenizer: Tokenizer, file: str = "auto")
         source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
     if not isinstance(source, str):
         raise ConfigError(f"{directory or 'the tokenizer'} has no chat template, neither chat_template.jinja nor in "
-                          "tokenizer_config.json; name one: data.chat_template=FILE")
+                          "tokenizer_config.json; name one: data.chat_template=FILE, or chatml for <|im_start|>ROLE ... <|im_end|>")
     return ChatTemplate(source, tokenizer.special, path)

@@ -135,6 +135,11 @@ def test_where_the_template_comes_from(tokenizer, tmp_path):
         load_chat_template(str(tmp_path), tokenizer)
 
 
+def test_chatml_is_built_in(tokenizer):
+    made = next(made for made in EXPECTED["made"] if (made["template"], made["conversation"]) == ("chatml", 1))  # has a system message
+    assert load_chat_template("", tokenizer, "chatml").render(EXPECTED["conversations"][1], prompt=True) == made["text1"]
+
+
 def test_a_template_cannot_reach_python(tokenizer):
     with pytest.raises(ConfigError, match="refuses it"):
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {}, "the template").render([])
