@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mpshard.models import GPT2Config, gpt2
-from mpshard.shard.layout import lay_out
-from mpshard.shard.schedule import Gather, Reduce, stages_of, training_program
+from mpshard.plan import plan
+from mpshard.shard.options import Options
 from tests.launch import launch
 
 pytestmark = pytest.mark.mpi
@@ -32,10 +32,8 @@ def test_step(ranks):
     assert found.keys() >= KEYS and found["world_size"] == ranks
     assert found["tokens"] == ranks * 2 * 16
     model = gpt2(GPT2Config(n_layers=2, d_model=32, n_heads=2, vocab_size=101, max_seq_len=16))
-    shards = {m.name: lay_out([(p.name, p.shape) for p in m.parameters], ranks).shard_size for m in model.modules}
-    program = training_program(stages_of(model), micro_batches=1, prefetch=1)
-    for key, kind in (("bytes_gathered", Gather), ("bytes_reduced", Reduce)):
-        assert found[key] == sum(4 * (ranks - 1) * shards[i.unit] for i in program if isinstance(i, kind))
+    planned = plan(model, Options(transport="mpi"), ranks)
+    assert (found["bytes_gathered"], found["bytes_reduced"]) == (planned.bytes_gathered, planned.bytes_reduced)
     assert 0 <= found["hidden_fraction"] <= 1 and 0 < found["peak_bytes"] < found["peak_rss_bytes"]
 
 
