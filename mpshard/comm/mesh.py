@@ -43,6 +43,16 @@ class Mesh:
         mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         self.cores = max(1, available_cores() // self.node.allgather(mine).count(mine))
 
+    def neighbours(self, size: int) -> MPI.Comm:
+        """The `size` consecutive ranks of this one's group that keep a unit among themselves. Collective.
+
+        Raises ConfigError, on every rank, unless they are fewer than the group and divide it.
+        """
+        if size >= self.group.size or self.group.size % size:
+            remedy = "use true, or a smaller divisor" if size >= self.group.size else "use a divisor"
+            raise ConfigError(f"shard.reshard_after_forward={size}: units are gathered among {self.group.size} ranks; {remedy}")
+        return self.group.Split(self.group.rank // size, self.group.rank)
+
     @property
     def node_rank(self) -> int:
         return self.node.rank

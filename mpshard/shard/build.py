@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full", prefetch: int = 1,
-          reshard_after_forward: bool = True, unit: str | int | Sequence[str] = "block", accumulate: str = "auto",
+          reshard_after_forward: bool | int = True, unit: str | int | Sequence[str] = "block", accumulate: str = "auto",
           deterministic: bool = False, dp_shard: int = 0, dp_replicate: int = 0, reduce: str = "mpi",
           transport: str = "auto", progress: str = "auto", recompute: str | int = "pointwise", precision: Precision | None = None,
           device: Device | str = "numpy", seed: int = 0, ignore_index: int = -100, ranks_on_node: int = 0) -> Sharded:
@@ -39,7 +39,8 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
         everywhere. "hybrid": as full inside groups of dp_shard ranks, replicated over dp_replicate groups; each replica
         owns, sums and updates a part of the group's slice. Rajbhandari et al. 2019 (arXiv:1910.02054).
     prefetch: how many stages ahead of the compute a gather is started, in both directions.
-    reshard_after_forward: False keeps units full from forward to backward.
+    reshard_after_forward: False keeps units full from forward to backward; a number k keeps them among k neighbouring ranks,
+        1/k on each, so that the gather before backward goes no further than these (the ranks of a node, say).
     unit: what is gathered at once: "block", a number of blocks, a size ("64MB"), or a list of name patterns.
     accumulate: add up micro-batches "sharded" (each is reduced), "unsharded" (in full buffers, reduced once), or "auto".
     deterministic: sums in one fixed tree, so that 1, 2, 4, 8 ranks, any prefetch, unit size, transport and strategy but
@@ -76,6 +77,8 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
 
 def _group_size(options: Options, comm: MPI.Comm, ranks_on_node: int) -> int:
     """Ranks among which a unit is gathered; 0: all."""
+        if options.keep_ranks:
+            raise ConfigError(f"shard.reshard_after_forward={options.keep_ranks} cannot be had with run.device=cupy; use true or false")
     if options.strategy != "hybrid":
         return 0
     size, groups = options.dp_shard, options.dp_replicate
@@ -93,7 +96,7 @@ def _transport(options: Options, model: Model, mesh: Mesh, node: int, device: De
     if options.replicated:
         return ReplicaTransport(mesh.comm, device, progress, ordered)
     apart = options.transport == "auto" and node == 1 and mesh.group.size > 1
-    if options.transport != "mpi" and not apart:
+    if options.transport != "mpi" and not apart and not options.keep_ranks:
         # Of shared memory a node needs the whole model once, and each rank's gradient buffers, of which the largest
         # unit counts; twice the model is more than that unless one unit is nearly all of it.
         problem = shared.fits(mesh.group, min(node, mesh.group.size), 2 * model.size * DTYPES[options.precision.master].itemsize)

@@ -19,7 +19,7 @@ class Options:
 
     strategy: str = "full"
     prefetch: int = 1
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     unit: str | int | Sequence[str] = "block"
     accumulate: str = "auto"
     deterministic: bool = False
@@ -51,9 +51,14 @@ class Options:
             raise ConfigError("shard.deterministic=true cannot be had with shard.strategy=hybrid, which sums group by group; use full")
         if self.strategy == "none" and self.transport == "shm":
             raise ConfigError("shard.transport=shm has no effect with shard.strategy=none; use auto")
-        if not self.reshard_after_forward and self.strategy not in ("full", "hybrid"):
-            raise ConfigError(f"shard.reshard_after_forward=false has no effect with shard.strategy={self.strategy}, which keeps "
-                              "units through the step")
+        if type(self.reshard_after_forward) is int and self.reshard_after_forward < 2:
+            raise ConfigError(f"shard.reshard_after_forward={self.reshard_after_forward}: a number of ranks must be at least 2; "
+                              "use false to keep units on every rank")
+        if self.keep_ranks and self.transport not in ("auto", "mpi"):
+            raise ConfigError(f"shard.reshard_after_forward={self.keep_ranks} needs messages: use shard.transport=mpi or auto")
+        if self.reshard_after_forward is not True and self.strategy not in ("full", "hybrid"):
+            raise ConfigError(f"shard.reshard_after_forward={str(self.reshard_after_forward).lower()} has no effect with "
+                              f"shard.strategy={self.strategy}, which keeps units through the step")
 
     @property
     def replicated(self) -> bool:
@@ -61,9 +66,16 @@ class Options:
         return self.strategy == "none"
 
     @property
+    def keep_ranks(self) -> int:
+        """How many ranks hold a unit together between forward and backward; 0 where that is all or every single one."""
+        return self.reshard_after_forward if type(self.reshard_after_forward) is int else 0
+
+    @property
     def stay(self) -> Stay:
         if self.strategy in ("grad_op", "optim", "none"):
             return Stay.STEP
+        if self.keep_ranks:
+            return Stay.GROUP
         return Stay.USE if self.reshard_after_forward else Stay.MICRO_BATCH
 
     @property

@@ -25,9 +25,10 @@ from enum import Enum, auto
 
 @dataclass(frozen=True)
 class Gather:
-    """Start the all-gather of a unit's slices into its slot."""
+    """Start the all-gather of a unit's slices into its slot; if `kept` from the few ranks among which it was left."""
 
     unit: str
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,10 @@ class Backward:
 
 @dataclass(frozen=True)
 class Free:
-    """The full unit is gone after this; only this rank's slice stays."""
+    """The full unit is gone after this; only this rank's slice stays and, to `keep`, its part for a gather among few."""
 
     unit: str
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Stay(Enum):
     """How long a gathered unit stays full at the longest, even though freeing it would save memory."""
 
     USE = auto()  # ZeRO-3: freed after each use
+    GROUP = auto()  # freed after each use, but until the micro-batch's next use it stays whole among a few ranks
     MICRO_BATCH = auto()  # kept from forward to backward
     STEP = auto()  # ZeRO-2 and below: gathered once a step
 
@@ -136,9 +139,9 @@ def _schedule(stages: Sequence[Stage], uses: Sequence[Forward | Backward], prefe
     in_flight: list[Reduce] = []
     held: list[Reduce] = []  # with lag: gradients that the last use completed
     for now, use in enumerate(uses):
-        units = gathers.get(now, ())
-        early = [unit for unit in units if lag and unit not in reads[now]]  # started behind this use, not before it
-        program += [Gather(unit) for unit in units if unit not in early]
+        starting = gathers.get(now, ())
+        early = [gather for gather in starting if lag and gather.unit not in reads[now]]  # behind this use, not before it
+        program += [gather for gather in starting if gather not in early]
         if any(reduce.unit in opens.get(now, ()) for reduce in held):
             program += held
             in_flight, held = in_flight + held, []
@@ -147,10 +150,10 @@ def _schedule(stages: Sequence[Stage], uses: Sequence[Forward | Backward], prefe
             done = in_flight.pop(0)
             program.append(Finish(done.unit, done.micro_batch))
         program.append(use)
-        free = [Free(unit) for unit in frees.get(now, ())]
+        free = frees.get(now, ())
         complete = [Reduce(unit, use.micro_batch) for unit in last_gradient.get(now, ())]
         if lag:
-            program += [*(Gather(unit) for unit in early), *held, *free]
+            program += [*early, *held, *free]
             in_flight, held = in_flight + held, complete
         else:
             program += [*free, *complete]
@@ -161,28 +164,29 @@ def _schedule(stages: Sequence[Stage], uses: Sequence[Forward | Backward], prefe
 
 
 def _residencies(reads: Sequence[Sequence[str]], micro_batch: Sequence[int],
-                 prefetch: int, stay: Stay) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
-    """When to gather and when to free: {use before which: units}, {use after which: units}."""
-    gathers: dict[int, list[str]] = {}
-    frees: dict[int, list[str]] = {}
+                 prefetch: int, stay: Stay) -> tuple[dict[int, list[Gather]], dict[int, list[Free]]]:
+    """When to gather and when to free: {use before which: gathers}, {use after which: frees}."""
+    gathers: dict[int, list[Gather]] = {}
+    frees: dict[int, list[Free]] = {}
     times: dict[str, list[int]] = {}
     for now, units in enumerate(reads):
         for unit in units:
             times.setdefault(unit, []).append(now)
     for unit, (first, *later) in times.items():
-        start, last = max(0, first - prefetch), first
+        start, last, kept = max(0, first - prefetch), first, False
         for now in [*later, None]:
             # Keep it where its next gather would start the moment it is freed, and as long as `stay` says.
             if now is not None and (now - prefetch <= last + 1 or stay is Stay.STEP
                                     or (stay is Stay.MICRO_BATCH and micro_batch[last] == micro_batch[now])):
                 last = now
                 continue
-            gathers.setdefault(start, []).append(unit)
-            frees.setdefault(last, []).append(unit)
+            gathers.setdefault(start, []).append(Gather(unit, kept))
+            kept = stay is Stay.GROUP and now is not None and micro_batch[last] == micro_batch[now]
+            frees.setdefault(last, []).append(Free(unit, kept))
             if now is not None:
                 start, last = now - prefetch, now
-    for start, units in gathers.items():  # among gathers of one moment, the unit needed first goes first
-        units.sort(key=lambda unit: next(t for t in times[unit] if t >= start))
+    for start, starting in gathers.items():  # among gathers of one moment, the unit needed first goes first
+        starting.sort(key=lambda gather: next(t for t in times[gather.unit] if t >= start))
     return gathers, frees
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from mpshard.autograd.ops import Loss
 from mpshard.comm import collectives
 from mpshard.comm.mesh import Mesh
-from mpshard.comm.transport import Transport
+from mpshard.comm.transport import MessageTransport, Transport
 from mpshard.device.base import Array, Device
 from mpshard.nn.init import fill
 from mpshard.nn.module import Cache, MicroBatch, Model
@@ -64,11 +64,12 @@ class Sharded:
         self.model, self.mesh, self.device, self.transport, self.progress = model, mesh, device, transport, progress
         self.options, self.seed, self.steps, self.ignore_index = options, seed, 0, ignore_index
         groups = group(model, options.unit)
+        neighbours = MessageTransport(mesh.neighbours(options.keep_ranks), device, progress) if options.keep_ranks else None
         self.units = {
             g.name: Unit(g, mesh, transport, progress, device, options.precision,
-                         replicated=options.replicated, deterministic=options.deterministic) for g in groups}
+                         replicated=options.replicated, deterministic=options.deterministic, neighbours=neighbours) for g in groups}
         self.stages = stages_of(model, groups)
-        self.engine = Engine(model.modules, self.stages, self.units, device, transport, progress.poll)
+        self.engine = Engine(model.modules, self.stages, self.units, device, transport, progress.poll, neighbours)
         self.engine.recomputed = recomputed(model, options.recompute)
         self.engine.drops_cheap = options.recompute != "none"
         self.loss_scale = LossScale() if "fp16" in (options.precision.param, options.precision.reduce) else None

@@ -20,7 +20,7 @@ from mpshard.autograd.tensor import Parameter
 from mpshard.comm import collectives
 from mpshard.comm.collectives import Pending, Progress
 from mpshard.comm.mesh import Mesh
-from mpshard.comm.transport import Slot, Store, Transport
+from mpshard.comm.transport import MessageTransport, Slot, Store, Transport
 from mpshard.device.base import Array, Device, Kind
 from mpshard.shard.gradient import UnitGradient
 from mpshard.shard.grouping import Group
@@ -47,7 +47,7 @@ class Unit:
     """
 
     def __init__(self, group: Group, mesh: Mesh, transport: Transport, progress: Progress, device: Device,
-                 precision: Precision, *, replicated: bool, deterministic: bool) -> None:
+                 precision: Precision, *, replicated: bool, deterministic: bool, neighbours: MessageTransport | None = None) -> None:
         self.name, self.parameters = group.name, list(group.parameters)
         self.mesh, self.transport, self.progress, self.device = mesh, transport, progress, device
         shapes = [(p.name, p.shape) for p in group.parameters]
@@ -73,7 +73,9 @@ class Unit:
         self._gather: Pending | None = None
         self._full: Array | None = None
         self._slots: tuple[Slot | None, Slot | None] = (None, None)
+        self.neighbours = neighbours  # the few ranks that keep the unit among themselves from forward to backward
         self._kept: Store | None = None
+        self._keeps = False
 
     @property
     def observer(self) -> Observer | None:
@@ -118,15 +120,21 @@ class Unit:
         self.transport.bytes_gathered += words.nbytes - own.nbytes
         return self.progress.start(Pending(collectives.all_gather(self.mesh.replicas, own, words), words))
 
-    def start_gather(self, slot: Slot | None, words: Slot | None = None) -> None:
-        """Start collecting the full vector.
+    def start_gather(self, slot: Slot | None, words: Slot | None = None, kept: bool = False) -> None:
+        """Start collecting the full vector; if `kept` from the neighbours, who have freed it so.
 
         slot: where it will be, at least padded_size elements; None if it can be read where the slices lie.
         words: where they are collected first, if they travel in another format and not in place.
         """
         self._expect(State.SHARDED, "gather")
         self.state, self._slots = State.GATHERING, (slot, words)
-        self._gather = self.transport.gather(self.store, slot if self.travels_as_it_is else words)
+        place = slot if self.travels_as_it_is else words
+        if not kept:
+            self._gather = self.transport.gather(self.store, place)
+            return
+        if not self._keeps:
+            raise RuntimeError(f"unit {self.name} cannot be gathered from neighbours: they have not kept it")
+        self._gather, self._keeps = self.neighbours.gather(self._kept, place), False
 
     def wait_full(self) -> tuple[float, float]:
         """Make sure that the unit is FULL. Returns the seconds waited and, if it was this call that completed the
@@ -150,9 +158,12 @@ class Unit:
             self.observer.waited(self.name, start, end)
         return end - start, gather.seconds
 
-    def free(self) -> None:
-        """Give the full vector up; the slot's next user may overwrite it at once."""
+    def free(self, keep: bool = False) -> None:
+        """Give the full vector up; the slot's next user may overwrite it at once. keep: but for this rank's part of it
+        among its neighbours, 1/k of it in the format that travels."""
         self._expect(State.FULL, "be freed")
+        if keep:
+            self._keep()
         if self.audit is not None:
             self.audit(self, self._full)
         for parameter, _, _ in self.views:
@@ -163,6 +174,19 @@ class Unit:
         if self.travels_as_it_is:
             self.transport.release(slot)
         self._full, self._slots, self.state = None, (None, None), State.SHARDED
+
+
+    def _keep(self) -> None:
+        """Write down k-th number `rank among neighbours` of the full vector: some whole slices, as they came."""
+        m, slices = self.layout.shard_size, self.layout.world // self.neighbours.comm.size
+        words, first = self.wire.size(m), self.neighbours.comm.rank * slices
+        if self._kept is None:
+            self._kept = self.neighbours.store(words * slices, self.wire.dtype, Kind.GATHERED)
+        for number in range(slices):
+            source = self._full[(first + number) * m:(first + number + 1) * m]
+            self.wire.encode(self.device, source, self._kept.local[number * words:(number + 1) * words])
+        self._kept.written()
+        self._keeps = True
 
 
 def _check_adjacent(unit: str, fused: Parameter, layout: Layout) -> None:

@@ -49,7 +49,8 @@ def made(comm, name, patterns, **options):
 
 def spread(name, start, stop):
     """Weights that leave no gradient near zero, biases included."""
-    return np.random.default_rng(list(name.encode())).standard_normal(stop)[start:].astype(np.float32) * 0.3 + ("norm" in name or "ln_" in name)
+    values = np.random.default_rng(list(name.encode())).standard_normal(stop)[start:].astype(np.float32)
+    return values * 0.3 + ("norm" in name or "ln_" in name)
 
 
 def gradients(sharded, comm, micro=1):
@@ -85,7 +86,8 @@ def test_frozen_under_every_strategy(comm, options):
 
 
 def test_fused_parameters_may_lie_in_several_units(comm):
-    expected, found = (gradients(made(comm, "llama", [], unit=unit), comm) for unit in ("block", ["*q_proj*", "*.gate_proj*", "*k_proj.bias"]))
+    units = "block", ["*q_proj*", "*.gate_proj*", "*k_proj.bias"]
+    expected, found = (gradients(made(comm, "llama", [], unit=unit), comm) for unit in units)
     for key, value in expected.items():
         np.testing.assert_allclose(found[key], value, rtol=2e-4, atol=2e-5 * np.abs(value).max(), err_msg=key)
 

@@ -97,6 +97,40 @@ def test_deterministic_gives_the_bits_of_one_rank(comm, name):
             np.testing.assert_array_equal(weights[key], value, err_msg=f"{options} {key}")
 
 
+KEPT = [{}, {"prefetch": 0}, {"prefetch": 2, "progress": "thread"}, {"unit": 2}, {"precision": Precision(param="bf16")},
+        {"precision": Precision(gather="fp8_e4m3")}, {"strategy": "hybrid", "dp_replicate": 1}, {"recompute": "block"}]
+
+
+@pytest.mark.parametrize("options", KEPT, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_units_kept_among_neighbours_are_the_same_units(comm, name, options):
+    if comm.size < 4:
+        pytest.skip("fewer than all, more than one, and a divisor: 2 of 4")
+    if name == "llama" and options:
+        pytest.skip("once is enough")
+    kept, whole = (train(comm, name, transport="mpi", reduce="alltoall", reshard_after_forward=choice, **options) for choice in (2, True))
+    assert kept[:2] == whole[:2]
+    for key, value in whole[2].items():
+        np.testing.assert_array_equal(kept[2][key], value, err_msg=key)
+
+
+def test_bytes_and_memory_of_units_kept_among_neighbours(comm):
+    if comm.size < 4:
+        pytest.skip("needs 4 ranks")
+
+    def gathered(choice):
+        sharded = shard(MODELS["llama"](), comm, transport="mpi", reshard_after_forward=choice)
+        counters = sharded.step(deal(*batch(0), 2, comm.rank, comm.size)).counters
+        return sharded, counters.bytes_gathered, sharded.device.memory.current(Kind.GATHERED)
+
+    sharded, few, memory = gathered(2)
+    _, all_, memory_of_all = gathered(True)
+    again = sum(4 * unit.layout.padded_size for name, unit in sharded.units.items() if name not in ("embed", "head"))
+    m = SEQUENCES // 2 // comm.size
+    assert all_ - few == m * (again * 3 // 4 - again // 2)  # before backward 1/2 of each comes from others, not 3/4
+    assert memory - memory_of_all == again // 2
+
+
 @pytest.mark.parametrize(("strategy", "gathers", "reduces"), [
     # units' sizes gathered and reduced a micro-batch or a step: ZeRO-3's 3 psi less the units that stay, 2 psi for the others
     ("full", lambda psi, m, once: m * (2 * psi - once), lambda psi, m: m * psi),
@@ -181,6 +215,9 @@ def test_overflow_on_one_rank_is_everybodys(comm):
     ({"unit": "12 apples"}, "is not known"),
     ({"unit": ["no.such.*"]}, "no parameter is called"),
     ({"strategy": "none", "transport": "shm"}, "use auto"),
+    ({"reshard_after_forward": 1}, "must be at least 2"), ({"reshard_after_forward": 3}, "use "),
+    ({"reshard_after_forward": 2, "transport": "shm"}, "use shard.transport=mpi"),
+    ({"reshard_after_forward": 2, "strategy": "grad_op"}, "reshard_after_forward=2 has no effect"),
 ])
 def test_bad_combinations_are_refused_with_a_reason(comm, options, words):
     with pytest.raises(ConfigError, match=words) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from mpshard.shard.schedule import (
     Program,
     Reduce,
     Stage,
+    Stay,
     Step,
     forward_program,
     full_slots,
@@ -248,3 +250,27 @@ def test_real_models_are_such_chains(tied):
                                                               for units in (s.reads, s.backward_reads, s.gradients)))
                    for s in stages_of(model, group(model))]
         assert renamed == stages(2, tied=tied)
+
+
+def test_units_kept_in_a_group_are_gathered_there_again():
+    """Between forward and backward of a micro-batch a unit stays among a few ranks; the next micro-batch asks all again."""
+    program = training_program(stages(3, tied=True), micro_batches=2, prefetch=1, stay=Stay.GROUP)
+    for unit in ("block0", "block1"):
+        assert [i.kept if isinstance(i, Gather) else i.keep for i in program
+                if isinstance(i, Gather | Free) and i.unit == unit] == [False, True, True, False] * 2
+    kept: set[str] = set()
+    for instruction in program:
+        if isinstance(instruction, Free) and instruction.keep:
+            kept.add(instruction.unit)
+        elif isinstance(instruction, Gather) and instruction.kept:
+            kept.remove(instruction.unit)
+    assert not kept
+    plain = training_program(stages(3, tied=True), micro_batches=2, prefetch=1)
+    assert words(program) == words(plain) and plain != program  # otherwise the same
+
+
+def test_nothing_runs_backward_before_the_first_stage_that_learns():
+    frozen = [replace(stage, gradients=()) if number < 2 else stage for number, stage in enumerate(stages(3))]
+    program = training_program(frozen, micro_batches=1, prefetch=1)
+    assert [i.stage for i in program if isinstance(i, Backward)] == ["head", "block2", "block1"]
+    assert count(program, Gather) == {"embed": 1, "block0": 1, "block1": 2, "block2": 2, "head": 1}
