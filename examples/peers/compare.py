@@ -6,6 +6,9 @@ Run it with the Python that has mpshard and its mpirun, on an otherwise idle mac
 mpshard, peer, mpshard, peer, ... in fresh processes; what is compared are medians over the rounds of each run's own
 median step. Both do the same: equal shapes (the numbers of parameters must agree), random tokens, AdamW without decay
 on 1-D parameters, clipping at 1.0. One BLAS thread and one core a rank.
+
+The line "two hosts" needs `--hosts A,B --shell SSH`: this script runs on A, MPICH's mpiexec and the peer's second rank
+reach B with `SSH B COMMAND`. Its figures mean something where the link is the bottleneck.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ THROTTLES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "OPENBLAS_NUM_THREADS", "M
 @dataclass(frozen=True)
 class Line:
     """One row of the table: the work, and what mpshard should reach: `speed` times the peer's tokens/s with `memory` times
-    its peak resident memory. hf: shapes and weights come from a Hugging Face directory."""
+    its peak resident memory. hf: shapes and weights come from a Hugging Face directory. apart: one rank on each of two hosts."""
 
     name: str
     arch: str = "gpt2"
@@ -48,6 +51,7 @@ class Line:
     ranks: int = 2
     bf16: bool = False
     hf: bool = False
+    apart: bool = False
     speed: float = 1.0
     memory: float = 1.0
 
@@ -77,6 +81,7 @@ LINES = (
     Line("small layers", layers=24, d_model=256, heads=4, seq=64, batch=1, speed=3.5),
     Line("one rank", ranks=1, speed=1.15),
     Line("bf16", bf16=True, speed=1.0),
+    Line("two hosts", apart=True, speed=2.2),
 )
 
 
@@ -92,19 +97,40 @@ class Runner:
             sys.exit("no mpiexec beside this Python or on PATH")
 
     def mpshard(self, line: Line) -> dict[str, Any]:
-        command = [self.mpiexec, "-n", str(line.ranks), sys.executable, "-m", "mpshard", "bench", "step",
-                   *line.settings(self.options.smollm2), "--steps", str(self.options.steps), "--warmup", "2", "--json"]
-        return self.run(command, {}, line.ranks)
+        bench = [sys.executable, "-m", "mpshard", "bench", "step", *line.settings(self.options.smollm2),
+                 "--steps", str(self.options.steps), "--warmup", "2", "--json"]
+        if not line.apart:
+            return self.run([self.mpiexec, "-n", str(line.ranks), *bench], {}, line.ranks)
+        first, second = ([*self.on_core(rank), *bench] for rank in range(2))
+        hosts = self.options.hosts
+        command = [self.mpiexec, "-n", "1", "-host", hosts[0], *first, ":", "-n", "1", "-host", hosts[1], *second]
+        return self.run(command, {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": self.options.shell}, 2)
 
     def fsdp2(self, line: Line) -> dict[str, Any]:
-        command = [*self.torchrun(self.options.peer_python, line.ranks), str(HERE / "fsdp2_gpt.py"),
-                   *line.peer_arguments(self.options.smollm2), "--steps", str(self.options.steps + 2), "--warmup", "2"]
-        return self.run(command, {"OMP_NUM_THREADS": "1"}, line.ranks)
+        work = [str(HERE / "fsdp2_gpt.py"), *line.peer_arguments(self.options.smollm2),
+                "--steps", str(self.options.steps + 2), "--warmup", "2"]
+        if not line.apart:
+            return self.run([*self.torchrun(self.options.peer_python, line.ranks), *work], {"OMP_NUM_THREADS": "1"}, line.ranks)
+        host, port = self.options.hosts[0], 29500 + os.getpid() % 1000
+        first, second = (
+            ["env", f"RANK={rank}", "WORLD_SIZE=2", f"MASTER_ADDR={host}", f"MASTER_PORT={port}", "OMP_NUM_THREADS=1",
+             *self.on_core(rank), self.options.peer_python, *work] for rank in range(2))
+        with subprocess.Popen([self.options.shell, self.options.hosts[1], *second], stdout=subprocess.DEVNULL,
+                              stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL) as other:
+            try:
+                return self.run(first, {}, 2)
+            finally:
+                other.terminate()
 
     def deepspeed(self, line: Line) -> dict[str, Any]:
         shapes = [line.layers, line.d_model, line.heads, line.seq, line.batch, self.options.steps + 2]
         command = [*self.torchrun(self.options.deepspeed_python, line.ranks), str(HERE / "deepspeed_zero3.py"), *map(str, shapes)]
         return self.run(command, {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}, line.ranks)
+
+    def on_core(self, rank: int) -> list[str]:
+        """On two hosts the ranks take different cores, for the hosts may be virtual and share them."""
+        cores = sorted(os.sched_getaffinity(0))
+        return ["taskset", "-c", str(cores[rank % len(cores)])]
 
     def torchrun(self, python: str, ranks: int) -> list[str]:
         return [python] if ranks == 1 else [python, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
@@ -123,7 +149,7 @@ class Runner:
 def compare(line: Line, runner: Runner) -> dict[str, Any]:
     """A B A B ... and what came of it."""
     sides = {"mpshard": runner.mpshard, "fsdp2": runner.fsdp2}
-    if runner.options.deepspeed_python and line.arch == "gpt2" and line.ranks > 1 and not (line.bf16 or line.ff or line.hf):
+    if runner.options.deepspeed_python and line.arch == "gpt2" and line.ranks > 1 and not (line.bf16 or line.hf or line.apart):
         sides["deepspeed"] = runner.deepspeed
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for _ in range(runner.options.rounds):
@@ -172,6 +198,8 @@ def main() -> None:
     parser.add_argument("--peer-python", required=True, help="of an environment with torch (and transformers for smollm2)")
     parser.add_argument("--deepspeed-python", default="", help="of an environment with deepspeed, to compare with that, too")
     parser.add_argument("--smollm2", default="", metavar="DIR", help="the SmolLM2-135M directory; without it that line is left out")
+    parser.add_argument("--hosts", type=lambda text: text.split(","), metavar="A,B", help="for the line of two hosts")
+    parser.add_argument("--shell", default="ssh", help="runs a command on a host (default ssh)")
     parser.add_argument("--line", action="append", choices=names, help=f"one of {', '.join(names)}; default all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
@@ -179,12 +207,12 @@ def main() -> None:
     options = parser.parse_args()
     runner, console, results = Runner(options), Console(width=140), []
     for line in LINES:
-        if line.name in (options.line or names) and (options.smollm2 or not line.hf):
+        if line.name in (options.line or names) and (options.smollm2 or not line.hf) and (options.hosts or not line.apart):
             results.append(compare(line, runner))
+            if options.json:  # as they come: a whole table takes an hour
+                Path(options.json).write_text(json.dumps(results, indent=1) + "\n")
             console.print(f"{line.name}: {results[-1]['speed']:.2f} x the speed, {results[-1]['memory']:.2f} x the memory")
     console.print(table(results))
-    if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
