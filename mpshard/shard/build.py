@@ -77,8 +77,6 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
 
 def _group_size(options: Options, comm: MPI.Comm, ranks_on_node: int) -> int:
     """Ranks among which a unit is gathered; 0: all."""
-        if options.keep_ranks:
-            raise ConfigError(f"shard.reshard_after_forward={options.keep_ranks} cannot be had with run.device=cupy; use true or false")
     if options.strategy != "hybrid":
         return 0
     size, groups = options.dp_shard, options.dp_replicate
