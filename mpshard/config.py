@@ -148,8 +148,10 @@ class ShardConfig:
         "(ZeRO-1); none = nothing; hybrid = as full inside mesh.dp_shard ranks, replicated over the others"
     )
     prefetch: int = key(1, "units gathered ahead of the one that computes", COUNT)
-    reshard_after_forward: bool = key(
-        True, "free a unit after forward; false = keep it until its backward", needs="shard.strategy=full|hybrid"
+    reshard_after_forward: bool | int = key(
+        True, "free a unit after forward; false = keep it until its backward; k = keep it among k neighbouring ranks, 1/k on each",
+        Check(lambda value: type(value) is bool or value >= 2, "must be true, false, or a number of ranks, at least 2"),
+        needs="shard.strategy=full|hybrid"
     )
     unit: int | str | tuple[str, ...] = key(
         "block", 'what is gathered at once: "block", a number of blocks, a size such as "64MB", or a list of name patterns', NOT_EMPTY

@@ -21,6 +21,9 @@ class Store:
     def __init__(self, local: Array) -> None:
         self.local = local
 
+    def written(self) -> None:
+        """This rank has issued an update of the slice. Matters where a device works while the host goes on."""
+
 
 class Slot:
     """A buffer that units are gathered into, or gradients written to, one after another.
@@ -35,6 +38,9 @@ class Slot:
 
     def acquire(self) -> None:
         """Return when this rank may write to the buffer: others may still be reading what it held."""
+
+    def written(self) -> None:
+        """This rank has issued what it does with the buffer for now. Matters as `Store.written` does."""
 
 
 class Transport(Protocol):
