@@ -128,7 +128,7 @@ def cause(said: Iterable[str]) -> str:
     for test in tests:
         if found := [line for line in lines if test(line)]:
             return found[-1]
-    return lines[-1] if lines else "no word of why"
+    return lines[-1] if lines else "no rank could say why (killed from outside?)"
 
 
 def last_step(folder: Path) -> int:
