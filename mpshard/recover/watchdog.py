@@ -180,9 +180,8 @@ class Watchdog:
 def describe(instruction: object) -> str:
     """Forward layers.4, micro-batch 1"""
     values = asdict(instruction)  # type: ignore[call-overload]
-    micro_batch = values.pop("micro_batch", None)
-    name = " ".join([type(instruction).__name__, *map(str, values.values())])
-    return name if micro_batch is None else f"{name}, micro-batch {micro_batch}"
+    name = " ".join([type(instruction).__name__, *(str(value) for value in [*values.values()][:1])])
+    return f"{name}, micro-batch {values['micro_batch']}" if "micro_batch" in values else name
 
 
 def sentence(places: Sequence[Place], world: int) -> str:
