@@ -81,7 +81,10 @@ class DataConfig:
         "auto", "bytes (a token is a byte, documents end with byte 0), or a tokenizer.json or its directory; "
         "auto = that of model.init_from, else bytes", NOT_EMPTY
     )
-    chat_template: str = key("auto", "a Jinja file; chatml = <|im_start|>ROLE ... <|im_end|>; auto = the tokenizer's directory's", NOT_EMPTY, needs="data.format=chat")
+    chat_template: str = key(
+        "auto", "a Jinja file; chatml = <|im_start|>ROLE ... <|im_end|>; auto = that beside the tokenizer", NOT_EMPTY,
+        needs="data.format=chat"
+    )
     seq_len: int = key(256, "tokens of a sample", POSITIVE)
     shuffle: bool = key(True, "a new random order of samples each epoch; false = as they lie")
     token_dtype: Literal["auto", "uint16", "uint32"] = key(

@@ -40,7 +40,8 @@ class FileTokenizer:
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.special = self._special_tokens()
         content = self._companion("config.json")
-        self.special_ids: dict[str, Any] = {name: content[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in content}
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        self.special_ids: dict[str, Any] = {name: content[name] for name in names if name in content}
         self.separator = self._separator()
         self.special_ids.setdefault("eos_token_id", self.separator)
 
