@@ -6,6 +6,7 @@ What "one rank" gives is computed beside, by every rank alone on COMM_SELF, so n
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -231,26 +232,37 @@ def test_initial_weights_are_a_function_of_their_names(comm, way):
         np.testing.assert_array_equal(weights[p.name].ravel(), fill(p.init, 5, p.name, 0, p.size), err_msg=p.name)
 
 
+Trained = tuple[list[float], list[float], dict[str, np.ndarray]]
+
+
+def train_small(on: Any, make: Any, dropout: float, sequences: int, **options: Any) -> Trained:
+    """Losses, gradient norms and final weights of a few steps on `on`, micro-batches of 2."""
+    sharded = sharded_on(on, make(dropout=dropout), seed=3, **options)
+    optim = AdamW(sharded, lr=1e-2)
+    outputs = []
+    for step in range(4):
+        inputs, targets = tokens(sequences, seed=step)
+        targets[2:4] = -100  # a whole global micro-batch: number 1
+        outputs.append(sharded.step(deal((inputs, targets), 2, on.rank, on.size)))
+        optim.step(outputs[-1])
+    return [o.loss for o in outputs], [o.grad_norm for o in outputs], sharded.full_weights()
+
+
+@cache
+def train_alone(make: Any, dropout: float, sequences: int) -> Trained:
+    from mpi4py import MPI
+
+    return train_small(MPI.COMM_SELF, make, dropout, sequences, transport="mpi")
+
+
 @ways
 @pytest.mark.parametrize("make", [small_gpt2, small_llama], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_training_is_the_same_as_on_one_rank(comm, make, dropout, way):
     """Dropout masks too: they belong to the global micro-batch. Some ranks' micro-batches have no valid token."""
-    from mpi4py import MPI
-
-    def run(on: Any, **options: Any) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
-        sharded = sharded_on(on, make(dropout=dropout), seed=3, **options)
-        optim = AdamW(sharded, lr=1e-2)
-        outputs = []
-        for step in range(4):
-            inputs, targets = tokens(2 * comm.size * 2, seed=step)
-            targets[2:4] = -100  # a whole global micro-batch: number 1
-            outputs.append(sharded.step(deal((inputs, targets), 2, on.rank, on.size)))
-            optim.step(outputs[-1])
-        return [o.loss for o in outputs], [o.grad_norm for o in outputs], sharded.full_weights()
-
-    losses, norms, weights = run(comm, **way)
-    alone = run(MPI.COMM_SELF, transport="mpi")
+    sequences = 2 * 2 * comm.size
+    losses, norms, weights = train_small(comm, make, dropout, sequences, **way)
+    alone = train_alone(make, dropout, sequences)
     np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
     np.testing.assert_allclose(norms, alone[1], rtol=1e-4)
     for name, value in alone[2].items():
