@@ -92,8 +92,8 @@ class Rotary:
         self.tables: dict[object, tuple[Array, Array]] = {}
 
     def angles(self, tape: Tape, x: Array, batch: MicroBatch) -> tuple[Array, Array]:
-        """cos, sin in the precision of x (b, t, d): (t, e/2), or (b, t, e/2) if the batch has positions of its own."""
-        t, key = x.shape[1], x.dtype
+        """cos, sin in the precision of x (b, t, d), at least float32: (t, e/2), or (b, t, e/2) if the batch has positions."""
+        t, key = x.shape[1], np.promote_types(x.dtype, np.float32)
         needed = t if batch.cache is None else batch.cache.length + t
         if key not in self.tables or len(self.tables[key][0]) < needed:
             turns = np.outer(np.arange(1 << (needed - 1).bit_length()), self.frequencies)  # in float64
@@ -101,7 +101,7 @@ class Rotary:
         cos, sin = self.tables[key]
         if batch.positions is None:
             return cos[:t], sin[:t]
-        return cos[batch.positions], sin[batch.positions]
+        return tape.device.embedding(batch.positions, cos), tape.device.embedding(batch.positions, sin)
 
 
 class Embedding(Module):

@@ -10,6 +10,7 @@ from mpshard.comm import shared
 from mpshard.comm.agree import agree
 from mpshard.comm.collectives import Progress, progress_for
 from mpshard.comm.mesh import Mesh
+from mpshard.comm.staged import device_transport
 from mpshard.comm.transport import MessageTransport, ReplicaTransport, Transport
 from mpshard.config import ConfigError
 from mpshard.device import open_device
@@ -27,7 +28,8 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
           reshard_after_forward: bool | int = True, unit: str | int | Sequence[str] = "block", accumulate: str = "auto",
           deterministic: bool = False, dp_shard: int = 0, dp_replicate: int = 0, reduce: str = "mpi",
           transport: str = "auto", progress: str = "auto", recompute: str | int = "pointwise", precision: Precision | None = None,
-          device: Device | str = "numpy", seed: int = 0, ignore_index: int = -100, ranks_on_node: int = 0) -> Sharded:
+          device: Device | str = "numpy", seed: int = 0, ignore_index: int = -100, ranks_on_node: int = 0,
+          cuda_aware: str = "auto") -> Sharded:
     """Cut a model into units over the ranks of `comm` and give each rank its slice, filled with initial values.
 
     Parameters
@@ -47,17 +49,20 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
         hybrid give the same bits. Asks for a power of two ranks, the same machine and number of BLAS threads; costs
         log2(micro-batches) more gradient slices, an ordered reduce of every micro-batch, and an exact norm.
     dp_shard, dp_replicate: sizes for hybrid; 0: the ranks of a node, and as many groups as there are.
-    reduce: of messages: "mpi", MPI's reduce-scatter; "alltoall", an all-to-all and a local sum in a fixed order.
-    transport: "mpi", plain messages; "shm", memory that the ranks of a node share; "auto", shm where it can be had.
+    reduce: of messages: "mpi", MPI's reduce-scatter; "alltoall", an all-to-all and a local sum in a fixed order. A
+        GPU always does the second.
+    transport: "mpi", plain messages; "shm", memory that the ranks of a node share; "auto", shm where it can be had. On a
+        GPU: "mpi", messages from and to its memory; "staged", through pinned memory of the host; "auto", mpi if it can.
     progress: "poll" between kernels; "thread": one that runs the communication, for ranks with a core to spare; "auto".
     recompute: what backward makes again instead of keeping it: "none"; "pointwise": the results of norms and activation
         functions, a third of what a block keeps for about 1 % of the time; "block": whole blocks, of which only the input
         is kept; k: every k-th block.
     precision: formats of gathered weights, travelling gradients and masters; default fp32 throughout.
-    device: "numpy", or a Device.
+    device: "numpy", "cupy", "auto" (cupy where there is a GPU), or a Device.
     seed: with parameter names, decides initial values and dropout masks.
     ignore_index: the target that means "nothing to learn here".
     ranks_on_node: 0, what MPI says; a divisor of it cuts a node into several, for tests.
+    cuda_aware: whether MPI takes GPU memory: "yes", "no", or "auto", which tries.
 
     Raises
     ------
@@ -69,10 +74,28 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     mesh = Mesh(comm, _group_size(options, comm, ranks_on_node))
     if deterministic and mesh.world & (mesh.world - 1):
         raise ConfigError(f"shard.deterministic=true needs a power of two ranks, not {mesh.world}")
-    opened = agree(mesh.comm, lambda: open_device(device)) if isinstance(device, str) else device
-    mover = progress_for(progress, mesh.cores, mesh.world)
-    carrier = _transport(options, model, mesh, ranks_on_node or mesh.ranks_on_node, opened, mover)
+    opened = agree(mesh.comm, lambda: open_device(device, node_rank=mesh.node_rank)) if isinstance(device, str) else device
+    if opened.on_host:
+        mover = progress_for(progress, mesh.cores, mesh.world)
+        carrier = _transport(options, model, mesh, ranks_on_node or mesh.ranks_on_node, opened, mover)
+    else:
+        _check_for_device(options)
+        mover = progress_for("poll", mesh.cores, mesh.world)  # the host is free while kernels run
+        carrier = device_transport(mesh.group, opened, mover, transport, cuda_aware)
     return Sharded(model, mesh, opened, carrier, mover, options, seed=seed, ignore_index=ignore_index)
+
+
+def _check_for_device(options: Options) -> None:
+    """Refuse what there is not on a GPU."""
+    for key, value, wrong, remedy in (
+            ("shard.strategy", options.strategy, ("none", "hybrid"), "full, grad_op or optim"),
+            ("shard.transport", options.transport, ("shm",), "mpi or staged"),
+            ("shard.progress", options.progress, ("thread",), "poll: the host thread is free while kernels run"),
+            ("precision.gather", options.precision.gather, ("fp8_e4m3",), "param")):
+        if value in wrong:
+            raise ConfigError(f"{key}={value} cannot be had with run.device=cupy; use {remedy}")
+    if options.keep_ranks:
+        raise ConfigError(f"shard.reshard_after_forward={options.keep_ranks} cannot be had with run.device=cupy; use true or false")
 
 
 def _group_size(options: Options, comm: MPI.Comm, ranks_on_node: int) -> int:
@@ -91,6 +114,8 @@ def _group_size(options: Options, comm: MPI.Comm, ranks_on_node: int) -> int:
 
 def _transport(options: Options, model: Model, mesh: Mesh, node: int, device: Device, progress: Progress) -> Transport:
     ordered = options.reduce == "alltoall" or options.deterministic
+    if options.transport == "staged":
+        raise ConfigError("shard.transport=staged has no effect with run.device=numpy; use auto, mpi or shm")
     if options.replicated:
         return ReplicaTransport(mesh.comm, device, progress, ordered)
     apart = options.transport == "auto" and node == 1 and mesh.group.size > 1

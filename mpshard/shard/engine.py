@@ -98,13 +98,13 @@ class Engine:
         self.observer: Observer | None = None
         self.counters = Counters()
         unit = next(iter(units.values()))
-        dtype, self.wire, self.encoded = unit.dtype, unit.wire, not unit.travels_as_it_is
+        dtype, self.wire, self.encoded = unit.computes_in, unit.wire, not unit.travels_as_it_is
         # Gathered units: what computes and, if weights travel in another format, what has arrived. Neither is needed
         # where a unit can be read as it lies.
         self.full = Buffers(lambda size: transport.slot(size, dtype, Kind.GATHERED) if not self.encoded
                             else Slot(device.empty(size, dtype, Kind.GATHERED)))
         self.words = Buffers(lambda size: transport.slot(size, self.wire.dtype, Kind.GATHERED))
-        self.full_gradients = Buffers(lambda size: transport.slot(size, dtype, Kind.FULL_GRADIENT))
+        self.full_gradients = Buffers(lambda size: transport.slot(size, unit.gradient_in, Kind.FULL_GRADIENT))
         self.handlers: dict[type, Callable[..., None]] = {
             Gather: self._gather, Forward: self._forward, Free: self._free, Backward: self._backward,
             Reduce: self._reduce, Finish: self._finish, Step: self._step}
@@ -246,6 +246,8 @@ class Engine:
         if x is not None:
             x.data = None
             self.stream[mb] = x
+        for unit in self.stages[name].gradients:
+            self.units[unit].gradients.written()
         self.counters.backward_s += time.perf_counter() - start - waited
 
     def _free(self, instruction: Free) -> None:

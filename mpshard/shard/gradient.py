@@ -76,17 +76,22 @@ class UnitGradient:
         if self.observer is not None:
             self.observer.waited(self.name, start, start + waited)
         self._slot, self._full = slot, slot.array[: self.layout.padded_size]
+        self._full[self.layout.size:] = 0
         for parameter, offset, size in self.views:
             parameter.bind_grad(self._full[offset:offset + size].reshape(parameter.shape))
         return waited
 
+    def written(self) -> None:
+        """Backward has issued what it adds to the buffer for now."""
+        self._slot.written()
+
     def start_reduce(self) -> None:
         """Start summing over ranks. Parameters that backward did not reach count as zero."""
         full = self._full
-        full[self.layout.size:] = 0
         for parameter, offset, size in self.views:
             if not parameter.grad_started and not parameter.parts:
                 full[offset:offset + size] = 0
+                self._slot.written()
         for parameter, _, _ in self.views:
             parameter.bind_grad(None)
         if self.deterministic:

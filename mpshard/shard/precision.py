@@ -2,7 +2,8 @@
 
 On the CPU there is no 16-bit arithmetic worth having, so only what travels is rounded: a gathered unit is widened to
 float32 before it computes, and products, activations and sums are float32. So bf16 here means "weights rounded to
-bf16", half the bytes of a gather, and the same loss curve as bf16 products with float32 sums to rounding.
+bf16", half the bytes of a gather, and the same loss curve as bf16 products with float32 sums to rounding. On a GPU
+weights and activations are 16-bit as they arrive, products and all sums inside kernels are float32.
 """
 
 from __future__ import annotations
@@ -46,6 +47,15 @@ class Precision:
         if self.gather:
             return Scaled(DTYPES[self.gather])
         return Plain(DTYPES[self.master]) if self.param == self.master else Rounded(DTYPES[self.param])
+
+
+    def arithmetic(self, device: Device) -> np.dtype[Any]:
+        """What a full unit is kept in and computed with: on the CPU the masters' format, on a GPU `param`'s."""
+        return DTYPES[self.master if device.on_host else self.param]
+
+    def gradient(self, device: Device) -> np.dtype[Any]:
+        """What backward writes a full gradient in: on the CPU the masters' format, on a GPU what it travels as."""
+        return DTYPES[self.master if device.on_host else self.reduce]
 
 
 class Wire(Protocol):

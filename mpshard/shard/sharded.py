@@ -98,9 +98,9 @@ class Sharded:
             if pending is not None:
                 pending.wait()
 
-    def full_weights(self) -> dict[str, np.ndarray]:
-        """All weights, whole, as host arrays on every rank. Collective; for small models and tests."""
-        return self._full(lambda unit: unit.shard)
+    def full_weights(self, of: Callable[[Unit], bool] = lambda unit: True) -> dict[str, np.ndarray]:
+        """All weights (of some units), whole, as host arrays on every rank. Collective; for small models and tests."""
+        return self._full(lambda unit: unit.shard if of(unit) else None)
 
     def full_gradients(self) -> dict[str, np.ndarray]:
         """All gradients of the sum of token losses, whole, on every rank. Collective; for small models and tests."""
@@ -152,14 +152,13 @@ class Sharded:
 
     def _totals(self, losses: list[float], tokens: int) -> tuple[float, float, float]:
         """Sum of token losses, valid tokens, and squared norm of their gradient, over all ranks."""
-        slices = self._own_gradients()
+        slices, comm, count = self._own_gradients(), self.mesh.comm, len(losses)
         if self.options.deterministic:
-            comm = self.mesh.comm
-            return (exact.sum_of_values(comm, losses), exact.sum_of_values(comm, [tokens]),
+            return (exact.sum_of_values(comm, list(self.device.read(losses))), exact.sum_of_values(comm, [tokens]),
                     exact.sum_of_squares(comm, [self.device.to_host(part) for part in slices]))
-        squares = sum(self.device.sum_of_squares(part) for part in slices)
+        numbers = self.device.read([*losses, *(self.device.sum_of_squares(part) for part in slices)])
         loss, tokens, squares = map(float, collectives.all_reduce(
-            self.mesh.comm, np.array([sum(losses), tokens, squares], np.float64)))
+            comm, np.array([sum(numbers[:count]), tokens, sum(numbers[count:])], np.float64)))
         return loss, tokens, squares
 
     def evaluate(self, batches: Iterable[Sequence[Any]]) -> tuple[float, int]:
@@ -178,7 +177,7 @@ class Sharded:
                 break
             inputs, targets, *packing = _host_arrays(pair or nothing)
             (loss,), _ = self.engine.run(self._program(0), [self._micro_batch(inputs, targets, *packing)])
-            total += loss.value, np.count_nonzero(targets != self.ignore_index)
+            total += self.device.read([loss.value])[0], np.count_nonzero(targets != self.ignore_index)
         loss, tokens = map(float, collectives.all_reduce(self.mesh.comm, total))
         if tokens == 0:
             raise ValueError("the evaluation data has no valid token")
@@ -223,8 +222,9 @@ class Sharded:
     def _program(self, micro_batches: int) -> Prepared:
         if micro_batches not in self._programs:
             o = self.options
-            program = (schedule.training_program(self.stages, micro_batches, o.prefetch, o.stay, o.reduce_once) if micro_batches
-                       else schedule.forward_program(self.stages, o.prefetch))
+            lag = 0 if self.device.on_host else 1
+            program = (schedule.training_program(self.stages, micro_batches, o.prefetch, o.stay, o.reduce_once, lag) if micro_batches
+                       else schedule.forward_program(self.stages, o.prefetch, lag))
             self._programs[micro_batches] = self.engine.prepare(program)
         return self._programs[micro_batches]
 

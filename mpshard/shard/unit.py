@@ -58,8 +58,9 @@ class Unit:
         self.replicas = 1 if replicated else mesh.replicas.size
         m = self.layout.shard_size
         self.store = transport.store(self.wire.size(m) * self.replicas, self.wire.dtype, Kind.PARAMETER)
-        self.travels_as_it_is = isinstance(self.wire, Plain) and self.wire.dtype == self.dtype
-        self.is_published = self.travels_as_it_is and self.replicas == 1
+        self.computes_in, self.gradient_in = precision.arithmetic(device), precision.gradient(device)
+        self.travels_as_it_is = isinstance(self.wire, Plain) and self.wire.dtype == self.computes_in
+        self.is_published = isinstance(self.wire, Plain) and self.wire.dtype == self.dtype and self.replicas == 1
         self.shard = self.store.local if self.is_published else device.zeros(m, self.dtype, Kind.PARAMETER)
         self.gradients = UnitGradient(group, self.layout, mesh, transport, progress, device, precision,
                                       replicas=self.replicas, deterministic=deterministic) if group.trainable else None
@@ -109,11 +110,11 @@ class Unit:
     # -- weights -----------------------------------------------------------------------------
     def publish(self) -> Pending | None:
         """Start to bring what gathers send up to date with the master; wait for the result, if there is one."""
-        if self.is_published:
-            return None
         words = self.store.local
         if self.replicas == 1:
-            self.wire.encode(self.device, self.shard, words)
+            if not self.is_published:
+                self.wire.encode(self.device, self.shard, words)
+            self.store.written()
             return None
         own = self.device.empty(self.wire.size(self.layout.shard_size), self.wire.dtype, Kind.STAGING)
         self.wire.encode(self.device, self.shard, own)

@@ -163,13 +163,10 @@ _PINNED: list[np.ndarray] = []  # kept for ever: what reads freed pinned memory 
 
 
 def alloc_pinned_memory(size: int) -> Any:
-    class Pinned(np.ndarray):
-        def __del__(self) -> None:
-            if type(self.base) is np.ndarray:
-                self.fill(0xFF)
-
     _PINNED.append(np.full(size, 0xFF, np.uint8))
-    return _PINNED[-1].view(Pinned)
+    poison = _PINNED[-1].fill
+    kind = type("PinnedMemoryPointer", (ctypes.c_uint8 * size,), {"__del__": lambda self: poison(0xFF)})
+    return kind.from_buffer(_PINNED[-1])  # type: ignore[attr-defined]
 
 
 # -- arrays ----------------------------------------------------------------------------------

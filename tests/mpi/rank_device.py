@@ -1,0 +1,135 @@
+"""Training on the stand-in for CuPy: the golden runs of PyTorch, through device memory and through pinned memory.
+
+Whatever is read before it is there is NaN here (see tests/device/lazy_cupy.py), so a missing wait shows as a wrong loss.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpshard.comm import staged
+from mpshard.config import ConfigError
+from mpshard.device import Kind, open_device
+from mpshard.optim import AdamW
+from mpshard.shard.precision import DTYPES, Precision
+from mpshard.shard.schedule import Finish, Reduce
+from tests import golden
+from tests.device import cuda_on_cpu, lazy_cupy
+from tests.models_small import deal, golden_sharded
+
+RANKS = (1, 2)
+TIMEOUT = 300
+pytestmark = [pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value"),  # of the stand-in's products, as a GPU's are
+              pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))]
+
+
+@pytest.fixture
+def device():
+    with lazy_cupy.installed():
+        yield open_device("cupy", poison=True)
+
+
+def run(name, comm, device, steps, micro=1, scale=1.0, **options):
+    reference = golden.load(name)
+    sharded = golden_sharded(reference, comm, device=device, **{"cuda_aware": "yes", **options})
+    adamw = dict(reference.meta["adamw"])
+    optim = AdamW(sharded, **{**adamw, "betas": tuple(adamw["betas"])}, clip_grad_norm=reference.meta["clip_grad_norm"])
+    if sharded.loss_scale is not None:
+        sharded.loss_scale.value = scale
+    outputs = []
+    for step in range(steps):
+        outputs.append(sharded.step(deal(reference.inputs[step], reference.targets[step], micro, comm.rank, comm.size)))
+        optim.step(outputs[-1])
+    return reference, sharded, outputs
+
+
+@pytest.mark.parametrize("name", golden.NAMES)
+@pytest.mark.parametrize("transport", ["mpi", "staged"])
+def test_equal_to_pytorch(comm, device, name, transport):
+    reference, sharded, outputs = run(name, comm, device, 20, 12 // comm.size, transport=transport)
+    assert sharded.transport.name == (transport if comm.size > 1 else "mpi")
+    np.testing.assert_allclose([o.loss for o in outputs], reference.losses64, rtol=1e-5)
+    np.testing.assert_allclose([o.grad_norm for o in outputs], reference.grad_norms64, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [
+    {"prefetch": 0}, {"prefetch": 2, "micro": 2}, {"strategy": "grad_op", "micro": 2}, {"strategy": "optim", "micro": 2},
+    {"recompute": "block"}, {"recompute": "none", "reshard_after_forward": False}, {"unit": 2}], ids=str)
+@pytest.mark.parametrize("transport", ["mpi", "staged"])
+def test_every_program(comm, device, monkeypatch, options, transport):
+    options = dict(options)
+    micro = options.pop("micro", 12) // comm.size
+    monkeypatch.setattr(staged, "CHUNK", 4096)  # many chunks a unit
+    reference, sharded, outputs = run("llama_tied", comm, device, 3, max(1, micro), transport=transport, **options)
+    np.testing.assert_allclose([o.loss for o in outputs], reference.losses64[:3], rtol=1e-5)
+    np.testing.assert_allclose([o.grad_norm for o in outputs], reference.grad_norms64[:3], rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
+def test_transport_changes_no_bit(comm, device, options):
+    if comm.size & (comm.size - 1):
+        pytest.skip("deterministic sums want a power of two ranks")
+    losses = [[o.loss for o in run("gpt2", comm, device, 3, 2, transport=transport, prefetch=prefetch, **options)[2]]
+              for transport, prefetch in (("mpi", 1), ("staged", 0))]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("param", ["bf16", "fp16"])
+def test_sixteen_bits(comm, device, param):
+    """Weights, activations and gradients in 16 bits, sums and masters in 32."""
+    reference, sharded, outputs = run("llama", comm, device, 5, 12 // comm.size, transport="staged",
+                                      precision=Precision(param, reduce=param))
+    unit = sharded.units["layers.0"]
+    assert unit.computes_in == unit.gradient_in == unit.store.local.dtype == DTYPES[param]
+    assert unit.shard.dtype == unit.gradient.dtype == np.float32
+    np.testing.assert_allclose([o.loss for o in outputs], reference.losses64[:5], rtol=3e-3 if param == "bf16" else 5e-4)
+    assert all(o.is_finite for o in outputs)
+    np.testing.assert_allclose([o.grad_norm for o in outputs], reference.grad_norms64[:5], rtol=3e-2 if param == "bf16" else 5e-3)
+    elements = sum(unit.layout.padded_size for unit in sharded.units.values())
+    if comm.size > 1:
+        gathers = 2 * elements - sharded.units["embed"].layout.padded_size - sharded.units["head"].layout.padded_size
+        assert outputs[-1].counters.bytes_gathered == 2 * gathers // comm.size * (comm.size - 1)
+        assert outputs[-1].counters.bytes_reduced == 2 * elements // comm.size * (comm.size - 1)
+
+
+def test_a_scale_that_overflows_is_halved_on_all_ranks(comm, device):
+    _, sharded, outputs = run("llama", comm, device, 3, 12 // comm.size, scale=2.0**16, precision=Precision("fp16", reduce="fp16"))
+    assert not any(o.is_finite for o in outputs)
+    assert sharded.loss_scale.value == 2.0**14
+
+
+def test_memory_is_what_the_program_says(comm, device):
+    device.memory.reset_peak()
+    _, sharded, _ = run("gpt2", comm, device, 2, 12 // comm.size, transport="staged")
+    prepared = sharded._program(1)
+    slices = sum(unit.layout.shard_size for unit in sharded.units.values())
+    held = {Kind.PARAMETER: slices, Kind.GRADIENT: slices,
+            Kind.GATHERED: sum(prepared.full.sizes) if comm.size > 1 else 0, Kind.FULL_GRADIENT: sum(prepared.gradients.sizes)}
+    for kind, elements in held.items():
+        assert device.memory.current(kind) == device.memory.peak(kind) == 4 * elements, kind
+    largest, flying, most = max(unit.layout.padded_size for unit in sharded.units.values()), 0, 0
+    for instruction in prepared.program:
+        flying += isinstance(instruction, Reduce) - isinstance(instruction, Finish)
+        most = max(most, flying)
+    assert device.memory.peak(Kind.STAGING) <= (most * 4 * largest if comm.size > 1 else 0)
+
+
+def test_evaluation_and_logits(comm, device):
+    reference, sharded, _ = run("llama", comm, device, 0)
+    loss, tokens = sharded.evaluate([deal(reference.inputs[0], reference.targets[0], 12 // comm.size, comm.rank, comm.size)
+                                     [i][0] for i in (0, 1)] for _ in range(1))
+    np.testing.assert_allclose(loss, reference.losses64[0], rtol=1e-5)
+    ids = reference.inputs[0][:3]
+    np.testing.assert_allclose(sharded.logits(ids), reference.logits64, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"strategy": "none"}, "shard.strategy=none"), ({"transport": "shm"}, "use mpi or staged"),
+    ({"progress": "thread"}, "use poll"), ({"precision": Precision("bf16", "fp8_e4m3")}, "precision.gather"),
+    ({"transport": "mpi", "cuda_aware": "no"}, "use shard.transport=staged")])
+def test_refusals(comm, device, options, message):
+    if "cuda_aware" in options and comm.size == 1:
+        pytest.skip("one rank sends nothing")
+    with pytest.raises(ConfigError, match=message):
+        run("gpt2", comm, device, 0, **options)
