@@ -164,7 +164,9 @@ class ShardConfig:
     )
     deterministic: bool = key(False, "the same bits on 1, 2, 4, 8 ranks; needs a power of two, costs an ordered reduce")
     reduce: Literal["mpi", "alltoall"] = key("mpi", "reduce-scatter by MPI, or all-to-all and a sum in rank order")
-    transport: Literal["auto", "mpi", "shm"] = key("auto", "how a unit travels: as messages, or in memory that the ranks of a node share")
+    transport: Literal["auto", "mpi", "shm", "staged"] = key(
+        "auto", "how a unit travels: as messages, in memory that the ranks of a node share, or from a GPU through pinned memory"
+    )
     progress: Literal["auto", "poll", "thread"] = key("auto", "who drives MPI while the rank computes")
 
 
@@ -176,6 +178,7 @@ class PrecisionConfig:
     param: Literal["fp32", "bf16", "fp16"] = key("fp32", "format of gathered weights")
     gather: Literal["param", "fp8_e4m3"] = key("param", "what gathers send: as param, or 8 bits with a scale for each 128 weights")
     reduce: Literal["fp32", "bf16", "fp16"] = key("fp32", "format of gradients on their way; their sum is float32")
+    tf32: bool = key(False, "fp32 products of a GPU by tensor cores, inputs rounded to 10 bits", needs="run.device=auto|cupy")
 
 
 @dataclass(frozen=True)
@@ -227,6 +230,9 @@ class RunConfig:
     resume: str = key("", "auto = go on from the last checkpoint of run.dir, if it has one; DIR = from that checkpoint; "
                           "never = start over; empty = refuse if run.dir holds a run")
     device: Literal["auto", "numpy", "cupy"] = key("auto", "array library")
+    cuda_aware: Literal["auto", "yes", "no"] = key(
+        "auto", "whether MPI takes GPU memory; auto = two processes try it at start", needs="run.device=auto|cupy"
+    )
     timeout: float = key(
         0.0, "seconds without progress after which a stalled job is ended; 0 = 20 of the longest steps, at least 60 s", NONNEGATIVE
     )
