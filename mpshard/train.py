@@ -51,7 +51,8 @@ def build_sharded(config: Config, comm: MPI.Comm) -> Sharded:
         unit=c.shard.unit, accumulate=c.shard.accumulate, deterministic=c.shard.deterministic, dp_shard=c.mesh.dp_shard,
         dp_replicate=c.mesh.dp_replicate, reduce=c.shard.reduce, transport=c.shard.transport, progress=c.shard.progress,
         recompute=c.train.recompute, device=c.run.device, seed=c.train.seed, ignore_index=c.data.ignore_index,
-        precision=Precision(c.precision.param, c.precision.gather.removeprefix("param"), c.precision.reduce))
+        precision=Precision(c.precision.param, c.precision.gather.removeprefix("param"), c.precision.reduce, tf32=c.precision.tf32),
+        cuda_aware=c.run.cuda_aware)
     if weights is not None:
         load_weights(sharded, weights)
     set_blas_threads(sharded.mesh.cores)
@@ -76,7 +77,7 @@ def build(config: Config, comm: MPI.Comm) -> Job:
             console.say(batches.about)
     sharded, optim = build_model(config, comm)
     console.say(f"{c.model.arch}, {sharded.model.size:,} parameters in {len(sharded.units)} units; ranks: {comm.size}, "
-                f"BLAS threads of each: {blas_info().threads}, {sharded.device.name}; "
+                f"BLAS threads of each: {blas_info().threads}, {sharded.device.about}; "
                 f"transport {sharded.transport.name}, progress by {sharded.progress.name}")
     return Job(config, data, sharded, optim, console)
 
