@@ -10,10 +10,11 @@ from mpshard.device.base import Array, Device, Kind, Memory
 __all__ = ["Array", "Device", "Kind", "Memory", "open_device", "why_no_cupy"]
 
 
-def open_device(name: str = "auto", poison: bool = False, node_rank: int = 0) -> Device:
+def open_device(name: str = "auto", poison: bool = False, node_rank: int = 0, node_ranks: int = 1, tf32: bool = False) -> Device:
     """The device called "numpy" or "cupy"; "auto" is CuPy where it is installed and finds a GPU, else NumPy.
 
-    node_rank: of this rank among those of its node: which of the node's GPUs it takes.
+    node_rank, node_ranks: this rank's number among those of its node, and how many they are: each takes one of the node's
+    GPUs, in turn. tf32: let tensor cores round the inputs of float32 products on a GPU.
 
     Raises ConfigError for another name and where CuPy is asked for and cannot be had.
     """
@@ -28,7 +29,7 @@ def open_device(name: str = "auto", poison: bool = False, node_rank: int = 0) ->
         return NumpyDevice(poison)
     from mpshard.device.cupy_device import CupyDevice
 
-    return CupyDevice(poison, node_rank)
+    return CupyDevice(poison, node_rank, node_ranks, tf32)
 
 
 def why_no_cupy() -> str | None:

@@ -54,6 +54,7 @@ class Device(Protocol):
     """One rank's compute device. Sizes in elements, memory in bytes."""
 
     name: str
+    about: str  # for the user: which device, and how it was set
     xp: ModuleType
     memory: Memory
     poison: bool  # tests: fill with NaN whatever is handed out uninitialised or given back

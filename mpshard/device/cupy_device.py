@@ -36,13 +36,14 @@ class CupyDevice(AttentionKernels, CupyMemory):
 
     Parameters
     ----------
-    poison, node_rank: see `CupyMemory`.
+    poison, node_rank, node_ranks: see `CupyMemory`.
     tf32: products of float32 arrays by tensor cores, inputs rounded to 10 bits after the point. Off: full float32.
     """
 
-    def __init__(self, poison: bool = False, node_rank: int = 0, tf32: bool = False) -> None:
-        super().__init__(poison, node_rank)
+    def __init__(self, poison: bool = False, node_rank: int = 0, node_ranks: int = 1, tf32: bool = False) -> None:
+        super().__init__(poison, node_rank, node_ranks)
         self.tf32 = tf32
+        self.about += ", float32 products in TF32" if tf32 else ""
         self._handle = cupy.cuda.device.get_cublas_handle()
         # cuBLAS reads its factors from the host, through pointers that must stay valid.
         self._factors = {dtype: np.array([0, 1], dtype) for dtype in (np.float32, np.float64)}

@@ -96,18 +96,20 @@ class CupyMemory:
     Parameters
     ----------
     poison: for tests: memory handed out or given back is filled with 0xFF bytes, NaN in every format.
-    node_rank: of this rank among those of its node: picks one of the node's GPUs, all of which stay visible.
-        Several ranks may share one.
+    node_rank, node_ranks: this rank's number among those of its node, and how many they are: picks one of the node's
+        GPUs, all of which stay visible. Several ranks may share one; `about` says so.
     """
 
     name = "cupy"
     on_host = False
     xp: ModuleType = cupy
 
-    def __init__(self, poison: bool = False, node_rank: int = 0) -> None:
+    def __init__(self, poison: bool = False, node_rank: int = 0, node_ranks: int = 1) -> None:
         self.poison = poison
-        self.gpus = cupy.cuda.runtime.getDeviceCount()
-        self.index = node_rank % self.gpus
+        gpus = cupy.cuda.runtime.getDeviceCount()
+        self.index = node_rank % gpus
+        kind = cupy.cuda.runtime.getDeviceProperties(self.index)["name"].decode()
+        self.about = f"cupy on {kind}" + (f", {gpus} for the {node_ranks} ranks of a node" if node_ranks > gpus else "")
         cupy.cuda.Device(self.index).use()
         # Not blocking: the legacy default stream, which nobody here uses, then orders nothing behind our backs.
         self.compute, self.copies = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)

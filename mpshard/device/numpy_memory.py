@@ -46,7 +46,7 @@ def rows_of(array: np.ndarray) -> np.ndarray:
 class NumpyMemory:
     """The memory part of `mpshard.device.base.Device`; the kernels' classes build on it."""
 
-    name = "numpy"
+    name = about = "numpy"
     on_host = True
     xp: ModuleType = np
 

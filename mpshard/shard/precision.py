@@ -27,13 +27,15 @@ class Precision:
     """Names of formats, see DTYPES.
 
     param: of gathered weights. gather: what they travel as, "" for `param`. reduce: what gradients travel as; their
-    sum is in `master`'s format. master: of the slices, the moments and, on the CPU, the arithmetic.
+    sum is in `master`'s format. master: of the slices, the moments and, on the CPU, the arithmetic. tf32: let a GPU's
+    tensor cores round the inputs of fp32 products to 10 bits after the point.
     """
 
     param: str = "fp32"
     gather: str = ""
     reduce: str = "fp32"
     master: str = "fp32"
+    tf32: bool = False
 
     def __post_init__(self) -> None:
         for key, known in (("param", ("fp32", "fp64", "bf16", "fp16")), ("gather", ("", "fp8_e4m3")),

@@ -140,6 +140,10 @@ def getDeviceCount() -> int:
     return 1
 
 
+def getDeviceProperties(device: int) -> dict[str, Any]:
+    return {"name": b"no GPU at all"}
+
+
 def get_cublas_handle() -> int:
     return 1
 
@@ -159,7 +163,7 @@ MODULES: dict[str, dict[str, Any]] = {
              "get_default_memory_pool": get_default_memory_pool},
     "cupy.cuda": {"Stream": Stream, "Event": Event, "Device": Device, "MemoryPool": MemoryPool, "MemoryPointer": MemoryPointer,
                   "UnownedMemory": UnownedMemory, "alloc_pinned_memory": alloc_pinned_memory},
-    "cupy.cuda.runtime": {"getDeviceCount": getDeviceCount},
+    "cupy.cuda.runtime": {"getDeviceCount": getDeviceCount, "getDeviceProperties": getDeviceProperties},
     "cupy.cuda.device": {"get_cublas_handle": get_cublas_handle},
     "cupy_backends": {}, "cupy_backends.cuda": {}, "cupy_backends.cuda.libs": {},
     "cupy_backends.cuda.libs.cublas": {
