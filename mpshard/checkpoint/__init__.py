@@ -16,7 +16,7 @@ import importlib
 from typing import Any
 
 _HOMES = {"CheckpointError": "manifest", "State": "manifest", "Store": "manifest", "open_store": "manifest",
-          "content_of": "save", "write": "save", "load_model": "load", "load_training": "load", "load_weights": "load",
+          "content_of": "save", "write": "writing", "load_model": "load", "load_training": "load", "load_weights": "load",
           "check_weights": "load",
           "open_on_all": "load", "Saver": "saver"}
 

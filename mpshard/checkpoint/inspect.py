@@ -82,9 +82,9 @@ def as_text(about: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _size(nbytes: int) -> str:
+def _size(nbytes: float) -> str:
     for unit in ("bytes", "kB", "MB", "GB"):
         if nbytes < 1000 or unit == "GB":
             break
         nbytes /= 1000
-    return f"{nbytes:,} {unit}" if unit == "bytes" else f"{nbytes:,.1f} {unit}"
+    return f"{nbytes:,.0f} {unit}" if unit == "bytes" else f"{nbytes:,.1f} {unit}"

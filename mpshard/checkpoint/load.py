@@ -129,7 +129,8 @@ def _some(names: list[str]) -> str:
 
 def read_pieces(sharded: Sharded, store: Store, found: Mapping[str, tuple[str, Tensor]], pieces: Iterable[Piece]) -> None:
     """Fill pieces from whichever files have them, and verify what was read. Collective."""
-    comm, of_file = sharded.mesh.comm, {file: [] for file, _ in found.values()}
+    comm = sharded.mesh.comm
+    of_file: dict[str, list[Piece]] = {file: [] for file, _ in found.values()}
     for piece in pieces:
         of_file[found[piece.name][0]].append(piece)
     for file, mine in sorted(of_file.items()):

@@ -1,29 +1,23 @@
-"""From a sharded model to a directory that `transformers` opens: all ranks write at once, nothing is gathered."""
+"""What a checkpoint of a sharded model holds: the files of a Hugging Face directory, and this rank's pieces of each."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpshard import __version__
-from mpshard.checkpoint import manifest, publish, transfer
 from mpshard.checkpoint.dtypes import code_of, is_exact
 from mpshard.checkpoint.hf_config import to_hf
-from mpshard.checkpoint.manifest import OPTIMIZER, STATE, CheckpointError, DamagedError, State
-from mpshard.checkpoint.safetensors_file import INDEX, Spec, Tensor, index, lay_out, split
-from mpshard.checkpoint.transfer import Piece, Sum
-from mpshard.comm.agree import agree, on_root
-from mpshard.config import ConfigError
+from mpshard.checkpoint.manifest import OPTIMIZER, State
+from mpshard.checkpoint.safetensors_file import INDEX, Spec, index, split
+from mpshard.checkpoint.transfer import Piece
 from mpshard.device.base import Array, Device, Kind
 from mpshard.shard.sharded import Sharded
 from mpshard.shard.unit import Unit
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
 
     from mpshard.optim import Optimizer
 
@@ -35,7 +29,7 @@ class Content:
     """All that a checkpoint directory will hold: this rank's pieces of each file, and the files that rank 0 writes.
 
     specs: the tensors of each safetensors file, in order, the same on every rank.
-    pieces: this rank's, arrays of the model itself or copies of them (see `snapshot`).
+    pieces: this rank's, arrays of the model itself or copies of them (see `snapshot`); `writing` writes them.
     """
 
     state: State
@@ -52,7 +46,7 @@ def content_of(sharded: Sharded, optim: Optimizer | None, state: State, *, dtype
     Parameters
     ----------
     optim: None to leave the optimizer out: then training cannot be resumed from it.
-    state: its counters (step, position, ...); the rest is filled in here and by `write`.
+    state: its counters (step, position, ...); the rest is filled in here and in `writing`.
     dtype: "fp32" or "bf16", type of the weights in the file; "" as they are. If it rounds them, the exact weights are
         kept in optimizer.safetensors.
     max_shard_bytes: larger models are cut into several files; 0: never.
@@ -126,73 +120,3 @@ def snapshot(content: Content, device: Device) -> Content:
 
     pieces = {file: [replace(p, array=copy(p.array)) for p in of_file] for file, of_file in content.pieces.items()}
     return replace(content, pieces=pieces)
-
-
-def write(comm: MPI.Comm, root: Path, content: Content, device: Device, keep: int = 2) -> Path:
-    """Write a checkpoint into `root`, verify it, publish it; returns its directory. Collective.
-
-    keep: how many checkpoints stay in `root`; 0 for all.
-
-    Raises
-    ------
-    ConfigError, on every rank: disk full, no permission, what was read back is not what was written. Earlier checkpoints
-    are as they were, and nothing of this one is left.
-    """
-    headers = {file: lay_out(specs) for file, specs in content.specs.items()}
-    needed = sum(max((t.stop for t in tensors.values()), default=len(header)) for header, tensors in headers.values())
-    partial = on_root(comm, lambda: _begin(root, content.state.step, needed))
-    try:
-        files = {}
-        for file, (header, tensors) in headers.items():
-            sums = transfer.write(comm, partial / file, header, tensors, content.pieces[file], device)
-            _verify(comm, partial / file, tensors, content.pieces[file], sums, device)
-            of_all = comm.gather(sums)
-            if of_all is not None:
-                ranges = manifest.in_order([s for of_rank in of_all for s in of_rank])
-                files[file] = manifest.describe_data(header, tensors, ranges)
-        return on_root(comm, lambda: _finish(partial, content, files, keep))
-    except (OSError, ValueError):
-        on_root(comm, lambda: publish.discard(partial))
-        raise
-
-
-def _begin(root: Path, step: int, needed: int) -> Path:
-    partial = publish.begin(root, step)
-    if needed > (free := _free(partial)):
-        publish.discard(partial)
-        raise CheckpointError(f"{root}: no space for a checkpoint of {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free")
-    return partial
-
-
-def _free(path: Path) -> int:
-    """Bytes that may still be written there."""
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
-
-
-def _verify(comm: MPI.Comm, path: Path, tensors: Mapping[str, Tensor], pieces: Sequence[Piece], sums: Sequence[Sum],
-            device: Device) -> None:
-    """Read back what this rank has written and compare. Collective; ConfigError on every rank.
-
-    Needed, not only careful: Open MPI's collective writes report success on a full disk.
-    """
-    def compare(read: Sequence[Sum]) -> None:
-        for ours, theirs in zip(sums, read, strict=True):
-            if ours != theirs:
-                raise DamagedError(f"{path}: {ours.name} was not read back as it was written")
-
-    try:
-        again = transfer.read(comm, path, tensors, [replace(piece, array=None) for piece in pieces], device)
-        agree(comm, lambda: compare(again))
-    except ConfigError as error:
-        free = on_root(comm, lambda: _free(path.parent))
-        raise CheckpointError(f"{error}; {free / 1e6:,.1f} MB are free there, is it full or is there a quota?") from None
-
-
-def _finish(partial: Path, content: Content, files: dict, keep: int) -> Path:
-    for name, text in content.texts.items():
-        publish.write_file(partial / name, text)
-        files[name] = manifest.describe_text(text)
-    publish.write_file(partial / STATE, replace(content.state, files=files).dumps().encode())
-    manifest.open_store(partial)  # what a resume will check, checked now
-    return publish.publish(partial, keep)

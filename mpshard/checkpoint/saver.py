@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpshard.checkpoint import save
+from mpshard.checkpoint import save, writing
 from mpshard.checkpoint.manifest import State
-from mpshard.comm.files import can_write_from_threads
 from mpshard.comm.roll_call import roll_call
-from mpshard.config import CheckpointConfig, ConfigError
+from mpshard.config import CheckpointConfig
 from mpshard.shard.sharded import Sharded
 
 if TYPE_CHECKING:
@@ -30,21 +28,18 @@ class Saver:
     tokenizer, special_ids: as of `content_of`.
 
     Note on writing behind the steps (`async`). The slices and moments are copied (as many bytes as the weights' and the
-    optimizer's slices, accounted as staging), and a thread writes the copies with a communicator of its own. At most one
-    is in flight: the next one waits for it. All ranks learn of its end in the same step, in `poll`.
+    optimizer's slices, accounted as staging), and a thread writes the copies. At most one is in flight: the next one waits
+    for it. All ranks learn of its end in the same step, in `poll`.
     """
 
     def __init__(self, root: str | Path, sharded: Sharded, optim: Optimizer, settings: CheckpointConfig = DEFAULTS,
                  config: dict[str, Any] | None = None, tokenizer: Mapping[str, bytes] | None = None,
                  special_ids: Mapping[str, Any] | None = None) -> None:
-        if settings.async_ and not can_write_from_threads():
-            raise ConfigError("checkpoint.async=true needs an MPI with MPI_THREAD_MULTIPLE; use checkpoint.async=false")
         self.settings, self.root, self.sharded, self.optim = settings, Path(root), sharded, optim
         self.config, self.tokenizer, self.special_ids = config or {}, tokenizer, special_ids
         self.comm = sharded.mesh.comm.Dup()
         self.saved_step = -1
-        self.thread: threading.Thread | None = None
-        self.error: BaseException | None = None
+        self.behind: writing.Behind | None = None
 
     def due(self, step: int, last: int) -> bool:
         """Whether a checkpoint is to be written after `step` of `last` steps."""
@@ -64,38 +59,25 @@ class Saver:
             max_shard_bytes=s.max_shard_bytes, tokenizer=self.tokenizer, special_ids=self.special_ids,
             averaged=s.weights == "ema")
         self.saved_step = step
-        if not s.async_:
-            save.write(self.comm, self.root, content, self.sharded.device, s.keep)
-            return
-        copies = save.snapshot(content, self.sharded.device)
-        self.thread = threading.Thread(target=self._write, args=(copies,), name="mpshard-checkpoint")
-        self.thread.start()
-
-    def _write(self, content: save.Content) -> None:
-        try:
-            save.write(self.comm, self.root, content, self.sharded.device, self.settings.keep)
-        except BaseException as error:  # told to the training loop: it must not die unseen in this thread
-            self.error = error
+        device = self.sharded.device
+        if s.async_:
+            self.behind = writing.Behind(self.comm, self.root, save.snapshot(content, device), device, s.keep)
+        else:
+            writing.write(self.comm, self.root, content, device, s.keep)
 
     def poll(self) -> None:
-        """Between steps: if the checkpoint in flight has been written, or has failed, on every rank, say so. Collective.
+        """Between steps: bring the checkpoint in flight on its way. Collective.
 
-        Raises what went wrong, on every rank in the same step.
+        Raises what went wrong with it, on every rank in the same step.
         """
-        if self.thread is None:
-            return
-        if self.error is not None and not isinstance(self.error, ConfigError):  # a bug: others may never come
-            raise self.error
-        running = self.sharded.mesh.comm.allreduce(int(self.thread.is_alive()))
-        if not running:
-            self.wait()
+        self._advance(wait=False)
 
     def wait(self) -> None:
         """Until nothing is in flight. Collective. Raises as `poll`."""
-        if self.thread is None:
-            return
-        self.thread.join()
-        self.thread = None
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
+        self._advance(wait=True)
+
+    def _advance(self, wait: bool) -> None:
+        if self.behind is not None:
+            behind, self.behind = self.behind, None  # if it fails it is over, too
+            if not behind.advance(wait):
+                self.behind = behind

@@ -6,6 +6,7 @@ computed, so nothing is read or walked through twice.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Piece:
     name: str
     start: int
     stop: int
-    array: Array | None = None
+    array: Array = None
 
 
 class Sum(NamedTuple):
@@ -48,33 +49,93 @@ class Sum(NamedTuple):
     crc: int
 
 
+class Outgoing:
+    """This rank's pieces on their way to a file.
+
+    plan: the transfers. `bytes_of` one of them yields its bytes, converted to the file's types, in a buffer that the next
+    call uses again. When all have been asked for in order, `sums` holds the pieces' checksums.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], pieces: Sequence[Piece], device: Device) -> None:
+        extents = [extent(tensors[piece.name], piece.start, piece.stop) for piece in pieces]
+        self.tensors, self.pieces, self.device = tensors, pieces, device
+        self.plan = batches(extents, _chunk(extents))
+        self.buffer = device.empty(max([0, *(b.nbytes for b in self.plan)]), np.uint8, Kind.STAGING)
+        self.crcs = [0] * len(pieces)
+
+    def bytes_of(self, batch: Batch) -> np.ndarray:
+        for part in batch.parts:
+            piece = self.pieces[part.index]
+            tensor = self.tensors[piece.name]
+            raw = self.buffer[part.at:part.at + (part.hi - part.lo) * tensor.itemsize]
+            dtypes.encode(self.device.to_host(piece.array[part.lo:part.hi]), tensor.dtype, raw)
+            self.crcs[part.index] = zlib.crc32(raw, self.crcs[part.index])
+        return self.buffer[:batch.nbytes]
+
+    @property
+    def sums(self) -> list[Sum]:
+        return [Sum(piece.name, piece.start, piece.stop, crc) for piece, crc in zip(self.pieces, self.crcs, strict=True)]
+
+
 def write(comm: MPI.Comm, path: Path, header: bytes, tensors: Mapping[str, Tensor], pieces: Sequence[Piece],
           device: Device) -> list[Sum]:
     """Write a file from every rank's pieces and see it onto the disk; returns this rank's checksums. Collective.
 
     Raises ConfigError, on every rank, if the file cannot be written.
     """
-    extents = [extent(tensors[piece.name], piece.start, piece.stop) for piece in pieces]
-    sums = [0] * len(pieces)
+    out = Outgoing(tensors, pieces, device)
     with SharedFile(comm, path, write=True) as file:
-        plan = batches(extents, _chunk(extents))
-        buffer = device.empty(max([0, *(b.nbytes for b in plan)]), np.uint8, Kind.STAGING)
 
         def step(batch: Batch | bytes | None) -> None:
-            if not isinstance(batch, Batch):
-                return file.write_at_all(0, np.frombuffer(batch or b"", np.uint8))
-            for part in batch.parts:
-                piece = pieces[part.index]
-                tensor = tensors[piece.name]
-                raw = buffer[part.at:part.at + (part.hi - part.lo) * tensor.itemsize]
-                dtypes.encode(device.to_host(piece.array[part.lo:part.hi]), tensor.dtype, raw)
-                sums[part.index] = zlib.crc32(raw, sums[part.index])
-            file.write_at_all(batch.offset, buffer[:batch.nbytes])
+            if isinstance(batch, Batch):
+                file.write_at_all(batch.offset, out.bytes_of(batch))
+            else:
+                file.write_at_all(0, np.frombuffer(batch or b"", np.uint8))
 
-        mine = [header, *plan] if comm.rank == 0 else plan
+        mine = [header, *out.plan] if comm.rank == 0 else out.plan
         agree(comm, lambda: in_rounds(comm, mine, step))
     agree(comm, lambda: publish.sync(path))  # every node its own part
-    return [Sum(piece.name, piece.start, piece.stop, crc) for piece, crc in zip(pieces, sums, strict=True)]
+    return out.sums
+
+
+def write_own(path: Path, header: bytes, tensors: Mapping[str, Tensor], pieces: Sequence[Piece], device: Device) -> list[Sum]:
+    """Write this rank's part of a file without a word to the others: no MPI, so for a thread. Otherwise as `write`.
+
+    header: empty on all ranks but one. Raises OSError.
+    """
+    out = Outgoing(tensors, pieces, device)
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o666)
+    try:
+        _write_at(descriptor, 0, header)
+        for batch in out.plan:
+            _write_at(descriptor, batch.offset, out.bytes_of(batch).data)
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(descriptor)
+    return out.sums
+
+
+def _write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+
+
+def read_own(path: Path, tensors: Mapping[str, Tensor], pieces: Sequence[Piece], device: Device) -> list[Sum]:
+    """The checksums of pieces as they stand in the file; nothing is kept. No MPI. Raises OSError; a missing end counts as none."""
+    extents = [extent(tensors[piece.name], piece.start, piece.stop) for piece in pieces]
+    crcs, plan = [0] * len(pieces), batches(extents, _chunk(extents))
+    buffer = device.empty(max([0, *(b.nbytes for b in plan)]), np.uint8, Kind.STAGING)
+    with path.open("rb", buffering=0) as file:
+        for batch in plan:
+            file.seek(batch.offset)
+            raw = buffer[:file.readinto(buffer[:batch.nbytes])]
+            for part in batch.parts:
+                size = (part.hi - part.lo) * extents[part.index].itemsize
+                crcs[part.index] = zlib.crc32(raw[part.at:part.at + size], crcs[part.index])
+    return [Sum(piece.name, piece.start, piece.stop, crc) for piece, crc in zip(pieces, crcs, strict=True)]
 
 
 def read(comm: MPI.Comm, path: Path, tensors: Mapping[str, Tensor], pieces: Sequence[Piece], device: Device,

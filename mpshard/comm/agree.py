@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from mpi4py import MPI
 
@@ -27,7 +27,7 @@ def agree(comm: MPI.Comm, action: Callable[[], T]) -> T:
         where = "" if len(failed) == comm.size else f" (on rank {', '.join(map(str, failed[:8]))} of {comm.size})"
         kind, text = problems[failed[0]]
         raise kind(text + where)
-    return result
+    return cast(T, result)
 
 
 def on_root(comm: MPI.Comm, action: Callable[[], T]) -> T:
@@ -36,7 +36,7 @@ def on_root(comm: MPI.Comm, action: Callable[[], T]) -> T:
     if problem is not None:
         kind, text = problem
         raise kind(text)
-    return result
+    return cast(T, result)
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, tuple[type[ConfigError], str] | None]:

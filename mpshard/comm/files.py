@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -18,11 +18,6 @@ T = TypeVar("T")
 
 _ERRNO = {MPI.ERR_NO_SPACE: errno.ENOSPC, MPI.ERR_QUOTA: errno.EDQUOT, MPI.ERR_READ_ONLY: errno.EROFS,
           MPI.ERR_ACCESS: errno.EACCES, MPI.ERR_NO_SUCH_FILE: errno.ENOENT}
-
-
-def can_write_from_threads() -> bool:
-    """Whether a thread may write files while the main thread communicates (on other communicators)."""
-    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 class SharedFile:
@@ -42,7 +37,7 @@ class SharedFile:
         self.comm, self.path, self.write = comm, os.fspath(path), write
         mode = MPI.MODE_CREATE | MPI.MODE_WRONLY if write else MPI.MODE_RDONLY
         # Agreed on: not every library tells all ranks when the opening fails on one.
-        self.file = agree(comm, lambda: self._call(lambda: MPI.File.Open(comm, self.path, mode)))
+        self.file = agree(comm, lambda: self._call(lambda: MPI.File.Open(comm, self.path, mode)))  # type: ignore[arg-type]
 
     def write_at_all(self, offset: int, data: np.ndarray) -> None:
         """Write bytes (n,) uint8 at `offset`; n may be 0 on ranks that have nothing to write."""
@@ -92,7 +87,7 @@ class SharedFile:
 
 
 
-def in_rounds(comm: MPI.Comm, items: Sequence[T], action: Callable[[T | None], None]) -> None:
+def in_rounds(comm: MPI.Comm, items: Sequence[Any], action: Callable[[Any], None]) -> None:
     """Run a collective `action` over every rank's items, one a round; ranks that have run out take part with None.
 
     A rank whose action raises OSError goes on taking part with None, so that nobody waits for it; the error is raised

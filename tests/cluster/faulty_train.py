@@ -80,17 +80,17 @@ def in_communication_thread(after: int) -> None:
 
 
 def in_checkpoint_thread(after: int) -> None:
-    from mpshard.checkpoint import save
+    from mpshard.checkpoint import transfer
 
-    write, calls = save.write, iter(range(10**9))
+    write_own, calls = transfer.write_own, iter(range(10**9))
 
-    def failing(*arguments: object) -> Path:
+    def failing(*arguments: object) -> list[transfer.Sum]:
         assert threading.current_thread().name == "mpshard-checkpoint"
-        if next(calls) == 1:  # the second checkpoint: the first must stay whole
+        if next(calls) == 2:  # of two files each, so in the second checkpoint: the first must stay whole
             boom()
-        return write(*arguments)
+        return write_own(*arguments)
 
-    save.write = failing
+    transfer.write_own = failing
 
 
 if __name__ == "__main__":

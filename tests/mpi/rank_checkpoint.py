@@ -318,32 +318,36 @@ def test_a_disk_that_is_too_small_is_noticed_before_anything_is_written(comm, sh
     assert_intact(comm, root)
 
 
-@pytest.mark.parametrize("call", ["write_at_all", "read_at_all", "close"])
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_one_rank_that_fails_stops_all_with_its_words(comm, shared_tmp_path, monkeypatch, call, asynchronous):
+@pytest.mark.parametrize(("owner", "name", "asynchronous"), [
+    (SharedFile, "write_at_all", False), (SharedFile, "_call", False), (transfer, "read_own", False), (publish, "write_file", False),
+    (transfer, "write_own", True), (transfer, "read_own", True), (publish, "write_file", True)])
+def test_one_rank_that_fails_stops_all_with_its_words(comm, shared_tmp_path, monkeypatch, owner, name, asynchronous):
     run, root = Run(comm), shared_tmp_path / "run"
     root_with_one(run, root)
     saver = Saver(root, run.sharded, run.optim, CheckpointConfig(async_=asynchronous))
-    failing = comm.size - 1
+    failing = 0 if owner is publish else comm.size - 1
     if comm.rank == failing:
-        original, calls = getattr(SharedFile, call) if call != "close" else SharedFile._call, []
+        original, calls = getattr(owner, name), []
 
-        def fails(self, *args):
+        def fails(*args):
             calls.append(args)
-            result = original(self, *args)
+            result = original(*args)
             if len(calls) == 2:
-                raise OSError(28, "No space left on device", self.path)
+                raise OSError(28, "No space left on device", "somewhere")
             return result
 
-        monkeypatch.setattr(SharedFile, call if call != "close" else "_call", fails)
-    words = "No space left on device" + (f".*rank {failing} of {comm.size}" if comm.size > 1 else "")
-    with pytest.raises(ConfigError, match=words):
+        monkeypatch.setattr(owner, name, fails)
+    with pytest.raises(ConfigError, match="somewhere: No space left on device"):
         saver.save(2, 24)
         for step in range(2, 100):
             run.train(step, step + 1)
             saver.poll()
             time.sleep(0.01)
+    monkeypatch.undo()
     assert_intact(comm, root)
+    saver.save(3, 36)
+    saver.wait()
+    assert sorted(os.listdir(root)) == ["latest", "step-00000001", "step-00000003"]
 
 
 def test_a_directory_that_may_not_be_written(comm, shared_tmp_path):
