@@ -21,7 +21,7 @@ from rich.table import Table
 from mpshard import __version__, launcher
 from mpshard.bench.gemm import orientations
 from mpshard.bench.work import Product
-from mpshard.comm import facts, shared
+from mpshard.comm import cuda_probe, facts, shared
 from mpshard.comm.facts import MpiFacts, RankFacts
 from mpshard.comm.mesh import Mesh
 from mpshard.device import open_device, why_no_cupy
@@ -56,7 +56,7 @@ def examine(comm: MPI.Comm, environ: Mapping[str, str]) -> dict[str, Any]:
     mesh, mpi = Mesh(comm), facts.mpi_facts()
     ranks = facts.rank_facts(comm, {name: _version(name) for name in ("mpshard", "mpi4py", "numpy")})
     threads = set_blas_threads(mesh.cores)
-    problem = shared.fits(mesh.comm, mesh.ranks_on_node, 0)
+    problem, no_gpu = shared.fits(mesh.comm, mesh.ranks_on_node, 0), why_no_cupy()
     checks = [
         judge_world(comm.size, comm.allgather(launcher.wrong_world(comm.size))),
         judge_mpi(mpi, ranks),
@@ -67,7 +67,8 @@ def examine(comm: MPI.Comm, environ: Mapping[str, str]) -> dict[str, Any]:
         judge_shm(ranks),
         judge_progress(mesh.cores, comm.size, mpi.threads),
         judge_huge_pages(_read("/sys/kernel/mm/transparent_hugepage/enabled")),
-        judge_gpu(why_no_cupy()),
+        judge_gpu(no_gpu),
+        *([] if no_gpu else [judge_cuda_aware(cuda_probe.probe() if comm.rank == 0 else None)]),
         *judge_rates(comm.allgather(_matrix_rate()), ranks),
         *judge_links(ranks)]
     order = list(Verdict)
@@ -190,6 +191,14 @@ def judge_gpu(problem: str | None) -> Check:
     if problem is None:
         return Check("GPU", Verdict.OK, "CuPy finds one; run.device=cupy uses it")
     return Check("GPU", Verdict.OK, f"none used: {problem}")
+
+
+def judge_cuda_aware(found: cuda_probe.Verdict | None) -> Check:
+    """found: on the first rank, whose checks count."""
+    if found is None or found.aware:
+        return Check("CUDA-aware MPI", Verdict.OK, f"{found.why if found else '?'}: shard.transport=auto is mpi on GPUs")
+    return Check("CUDA-aware MPI", Verdict.SLOW, f"{found.why}: shard.transport=auto is staged on GPUs",
+                 "an MPI built with CUDA saves the copies through the host")
 
 
 def judge_rates(rates: Sequence[float], ranks: Sequence[RankFacts]) -> list[Check]:
