@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mpshard import families
+from mpshard import adapters, combinations, families
 from mpshard.schema import Check, ConfigError, Schema, at_least, at_most, key, read_toml, show
 
 __all__ = ["Config", "ConfigError", "describe", "flat", "load", "resolve", "to_toml", "validate"]
@@ -111,6 +111,17 @@ class TrainConfig:
     log_every: int = key(1, "steps between lines of metrics.jsonl", POSITIVE)
     sample_tokens: int = key(0, "tokens of the sample printed at the end; 0 = none", COUNT)
     sample_prompt: str = key("", "what the sample continues; empty = the start of a document")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """``[lora]``: small matrices that learn beside frozen large ones. Hu et al. 2021 (arXiv:2106.09685)."""
+
+    rank: int = key(0, "rank of the adapters; 0 = none", COUNT)
+    alpha: float = key(0.0, "what an adapter adds is multiplied with alpha / rank; 0 = 2 rank", NONNEGATIVE)
+    targets: tuple[str, ...] = key((), "linear layers of the blocks that get one, as q_proj or *.mlp.*; empty = all")
+    dropout: float = key(0.0, "probability of dropping an adapter's input in training", FRACTION)
+    init_from: str = key("", "adapters to start from: a directory of PEFT's or a run; fixes rank, alpha, targets, model.init_from")
 
 
 @dataclass(frozen=True)
@@ -247,6 +258,7 @@ class Config:
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
     optim: OptimConfig = OptimConfig()
     shard: ShardConfig = ShardConfig()
     precision: PrecisionConfig = PrecisionConfig()
@@ -277,6 +289,11 @@ def load(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> 
         settings.update(SCHEMA.settings(read_toml(path)))
     settings.update(SCHEMA.parse_override(override) for override in overrides)
     settings = {full_name: SCHEMA.checked(full_name, value) for full_name, value in settings.items()}
+    directory = settings.get("model.init_from", "")
+    if directory and adapters.is_adapter(families.model_directory(directory)):  # the model is the one that it adapts
+        settings["lora.init_from"] = settings.pop("model.init_from")
+    if settings.get("lora.init_from"):
+        _take_adapter(settings, settings["lora.init_from"])
     if settings.get("model.init_from"):
         _take_shapes(settings, settings["model.init_from"])
 
@@ -300,6 +317,25 @@ def _take_shapes(settings: dict[str, Any], directory: str) -> None:
         settings[full_name] = SCHEMA.checked(full_name, value)
 
 
+def _take_adapter(settings: dict[str, Any], directory: str) -> None:
+    """Add what the directory's adapter_config.json says, likewise; and the model that it was made for, if none is named."""
+    settings["lora.init_from"] = directory = families.model_directory(directory)
+    keys = adapters.read_keys(directory)
+    base = keys.pop("base")
+    if not settings.get("model.init_from"):
+        if not os.path.isdir(base):
+            raise ConfigError(f"lora.init_from={directory} was made for {base or 'no named model'}, which is no directory here; "
+                              "set model.init_from")
+        settings["model.init_from"] = base
+    for name, value in keys.items():
+        full_name = f"lora.{name}"
+        value = SCHEMA.checked(full_name, value)
+        given = settings.get(full_name)
+        if given and given != value:
+            raise ConfigError(f"{full_name}={show(given)} contradicts lora.init_from={directory}, which has {show(value)}; remove it")
+        settings[full_name] = value
+
+
 def resolve(config: Config, name: str = "default") -> Config:
     """Fill in derived values (those left 0, empty or auto). `name` is the run's, for its directory. Idempotent."""
     m, d, r = config.model, config.data, config.run
@@ -316,7 +352,8 @@ def resolve(config: Config, name: str = "default") -> Config:
     evaluation = ("stdlib" if d.train == "stdlib" else "none") if d.eval == "auto" else d.eval
     data = dataclasses.replace(d, eval=evaluation, tokenizer=tokenizer)
     run = dataclasses.replace(r, dir=r.dir or os.path.join("runs", name))
-    return dataclasses.replace(config, model=model, data=data, run=run)
+    lora = dataclasses.replace(config.lora, alpha=config.lora.alpha or 2.0 * config.lora.rank)
+    return dataclasses.replace(config, model=model, data=data, run=run, lora=lora)
 
 
 def flat(config: Config) -> dict[str, Any]:
@@ -342,71 +379,4 @@ def validate(config: Config, world: int) -> None:
     ConfigError : the first thing found wrong, types and ranges of every key included.
     """
     SCHEMA.validate(config)
-    _validate_model(config.model, config.data)
-    _validate_training(config, world)
-
-
-def _validate_model(m: ModelConfig, d: DataConfig) -> None:
-    head_width = m.head_dim or m.d_model // m.n_heads
-    if m.d_model % m.n_heads and not m.head_dim:
-        nearest = _nearest_multiple(m.d_model, m.n_heads)
-        raise ConfigError(
-            f"model.n_heads={m.n_heads} does not divide model.d_model={m.d_model}; nearest d_model: {nearest}"
-        )
-    if m.arch == "gpt2" and m.n_kv_heads != m.n_heads:
-        raise ConfigError(
-            f"model.n_kv_heads={m.n_kv_heads} with model.n_heads={m.n_heads}: gpt2 has no grouped heads; "
-            f"remove it or use model.arch=llama"
-        )
-    if m.n_heads % m.n_kv_heads:
-        divisors = ", ".join(str(n) for n in range(1, m.n_heads + 1) if m.n_heads % n == 0)
-        raise ConfigError(f"model.n_kv_heads={m.n_kv_heads} does not divide model.n_heads={m.n_heads}; use {divisors}")
-    if m.arch != "gpt2" and head_width % 2:
-        if m.head_dim:
-            raise ConfigError(f"model.head_dim={m.head_dim} is odd; rotary embedding needs an even one")
-        raise ConfigError(
-            f"model.d_model / model.n_heads = {m.d_model} / {m.n_heads} = {head_width} is odd; "
-            f"rotary embedding needs an even head width: change either"
-        )
-    if 0 < m.sliding_window < d.seq_len:
-        raise ConfigError(
-            f"data.seq_len={d.seq_len} is over model.sliding_window={m.sliding_window}: attention over a window is not "
-            f"supported; lower data.seq_len, with which the window makes no difference"
-        )
-    if d.seq_len > m.max_seq_len:
-        raise ConfigError(
-            f"data.seq_len={d.seq_len} is over model.max_seq_len={m.max_seq_len}; raise the latter or remove it"
-        )
-
-
-def _validate_training(config: Config, world: int) -> None:
-    t, d, o = config.train, config.data, config.optim
-    unit = t.micro_batch_size * world
-    if t.global_batch_size % unit:
-        raise ConfigError(
-            f"train.global_batch_size={t.global_batch_size} is not a multiple of train.micro_batch_size x ranks = "
-            f"{t.micro_batch_size} x {world} = {unit}; nearest: {_nearest_multiple(t.global_batch_size, unit)}"
-        )
-    g = config.guard
-    if g.on_spike != "skip" and not g.spike:
-        raise ConfigError(f"guard.on_spike={g.on_spike} has no effect with guard.spike=0; set guard.spike or remove it")
-    for name in ("nan", "on_spike"):
-        if getattr(g, name) == "rollback" and not config.checkpoint.every:
-            raise ConfigError(f"guard.{name}=rollback needs checkpoints to go back to: set checkpoint.every")
-    if o.warmup_steps > t.steps:
-        raise ConfigError(f"optim.warmup_steps={o.warmup_steps} is over train.steps={t.steps}; lower it")
-    for name, used in (("train.eval_ema=true", t.eval_ema), ("checkpoint.weights=ema", config.checkpoint.weights == "ema")):
-        if used and not o.ema:
-            raise ConfigError(f"{name} needs a running average: set optim.ema, as optim.ema=0.999")
-    if d.eval == "none":
-        for name, value in (("eval_every", t.eval_every), ("eval_batches", t.eval_batches)):
-            if value:
-                raise ConfigError(f"train.{name}={value} but data.eval is none; set data.eval or remove it")
-    if d.format != "text" and "stdlib" in (d.train, d.eval, *d.train, *d.eval):
-        raise ConfigError(f"data.format={d.format} needs JSONL files in data.train and data.eval, not stdlib")
-    if t.sample_prompt and not t.sample_tokens:
-        raise ConfigError(f"train.sample_prompt={show(t.sample_prompt)} needs train.sample_tokens above 0")
-
-
-def _nearest_multiple(value: int, unit: int) -> int:
-    return max(1, (value + unit // 2) // unit) * unit
+    combinations.refuse(config, world)

@@ -40,12 +40,12 @@ class Job:
 def build_sharded(config: Config, comm: MPI.Comm) -> Sharded:
     """The model that `config` says, cut over the ranks of `comm`, with first weights or those of model.init_from.
 
-    Raises ConfigError, on every rank, if model.init_from does not hold the weights of such a model.
+    Raises ConfigError, on every rank, if model.init_from (or lora.init_from) does not hold the weights of such a model.
     """
-    c, model, weights = config, models.model_of(config), None
-    if c.model.init_from:
-        weights = open_on_all(comm, publish.find(Path(c.model.init_from)))
-        on_root(comm, lambda: check_weights(weights, model))  # before any memory is taken
+    c, model = config, models.model_of(config)
+    stores = [open_on_all(comm, publish.find(Path(path))) for path in (c.model.init_from, c.lora.init_from) if path]
+    for store in stores:
+        on_root(comm, lambda store=store: check_weights(store, model))  # before any memory is taken
     sharded = shard(
         model, comm, strategy=c.shard.strategy, prefetch=c.shard.prefetch, reshard_after_forward=c.shard.reshard_after_forward,
         unit=c.shard.unit, accumulate=c.shard.accumulate, deterministic=c.shard.deterministic, dp_shard=c.mesh.dp_shard,
@@ -53,8 +53,8 @@ def build_sharded(config: Config, comm: MPI.Comm) -> Sharded:
         recompute=c.train.recompute, device=c.run.device, seed=c.train.seed, ignore_index=c.data.ignore_index,
         precision=Precision(c.precision.param, c.precision.gather.removeprefix("param"), c.precision.reduce, tf32=c.precision.tf32),
         cuda_aware=c.run.cuda_aware)
-    if weights is not None:
-        load_weights(sharded, weights)
+    for store in stores:
+        load_weights(sharded, store)
     set_blas_threads(sharded.mesh.cores)
     return sharded
 

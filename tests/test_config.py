@@ -156,7 +156,7 @@ def test_batch_must_divide_over_ranks():
         ("[optim]\nlr = 1\nlr = 2\n", "is not valid TOML: Cannot overwrite a value (at line 3, column 7)"),
         ("optim = 3", "optim=3 should be a section: write [optim] above its keys"),
         ("lr = 3", "unknown key lr; did you mean optim.lr?"),
-        ("[wheels]\n", "unknown section wheels; there are model, data, train, optim, shard, precision, mesh, checkpoint, guard, run"),
+        ("[wheels]\n", "unknown section wheels; there are model, data, train, lora, optim, shard, precision, mesh, checkpoint, guard, run"),
         ('[optim]\n"l\\nr" = 3', "unknown key optim.l r; did you mean optim.lr?"),
         ("[optim]\nlr = {a = 1}", "optim.lr={'a': 1} is a table; needed: number"),
         ("[train]\nsteps = 2024-01-01", "train.steps=datetime.date(2024, 1, 1) is a date; needed: integer"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpshard.autograd.tensor import Array, Parameter, Tape, Tensor
+from mpshard.autograd.tensor import Adapter, Array, Parameter, Tape, Tensor
 
 
 def rows(x: Array) -> Array:
@@ -49,7 +49,9 @@ def linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = No
     y = tape.device.matmul(rows(x.data), w if transposed else w.T)
     if bias is not None:
         tape.device.add_bias(y, whole(tape, bias))
-    return tape.record(y.reshape(*x.data.shape[:-1], y.shape[-1]), linear_backward, x, weight, bias, transposed)
+    out = tape.record(y.reshape(*x.data.shape[:-1], y.shape[-1]), linear_backward, x, weight, bias, transposed)
+    adapters = _adapters(weight)
+    return low_rank(tape, x, out, adapters) if adapters else out
 
 
 def linear_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, bias: Parameter | None, transposed: bool) -> None:
@@ -67,6 +69,53 @@ def linear_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, bias: P
     if x.wants_grad:
         w = whole(tape, weight)
         x.accumulate(tape.device.matmul(dy, w.T if transposed else w).reshape(x.data.shape), tape.device)
+
+
+def _adapters(weight: Parameter) -> list[tuple[slice, Adapter]]:
+    """The adapters of a weight or of a fused one's parts, and which outputs each changes."""
+    found, column = [], 0
+    for part in weight.parts or (weight,):
+        outputs = part.shape[1 if part.transposed else 0]
+        if part.adapter is not None:
+            found.append((slice(column, column + outputs), part.adapter))
+        column += outputs
+    return found
+
+
+def low_rank(tape: Tape, x: Tensor, y: Tensor, adapters: list[tuple[slice, Adapter]]) -> Tensor:
+    """y (..., o) + scale * (dropout(x) @ a.T) @ b.T in each adapter's columns, in place; x (..., i). See `Adapter`."""
+    out, saved = rows(y.data), []
+    for place, adapter in adapters:
+        key = tape.random_key() if adapter.dropout and tape.training else None
+        inner = tape.device.matmul(_dropped(tape, rows(x.data), adapter, key), adapter.a.data.T)  # (n, r)
+        inner *= adapter.scale
+        out[:, place] += tape.device.matmul(inner, adapter.b.data.T)
+        saved.append((place, adapter, key, inner))
+    result = tape.record(y.data, low_rank_backward, x, y, saved)
+    y.data = None  # the sum is in its place
+    return result
+
+
+def low_rank_backward(tape: Tape, dy: Array, x: Tensor, y: Tensor, saved: list[tuple[slice, Adapter, Any, Array]]) -> None:
+    for place, adapter, key, inner in saved:
+        dy_part = _columns(tape, rows(dy), place)
+        target, accumulate = adapter.b.grad_target()
+        if target is not None:
+            tape.device.matmul(dy_part.T, inner, out=target, accumulate=accumulate)
+        dinner = tape.device.matmul(dy_part, adapter.b.data)
+        dinner *= adapter.scale
+        target, accumulate = adapter.a.grad_target()
+        if target is not None:
+            tape.device.matmul(dinner.T, _dropped(tape, rows(x.data), adapter, key), out=target, accumulate=accumulate)
+        if x.wants_grad:
+            dx = _dropped(tape, tape.device.matmul(dinner, adapter.a.data), adapter, key)
+            x.accumulate(dx.reshape(x.data.shape), tape.device)
+    y.accumulate(dy, tape.device)
+
+
+def _dropped(tape: Tape, x: Array, adapter: Adapter, key: tuple[int, int] | None) -> Array:
+    """x, or x with elements dropped; of a gradient the same elements as of the value."""
+    return x if key is None else tape.device.dropout(x, adapter.dropout, key)
 
 
 def _columns(tape: Tape, dy: Array, place: slice) -> Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpshard.device.base import Array, Device
 
@@ -65,6 +65,7 @@ class Parameter:
                  transposed: bool = False) -> None:
         self.name, self.shape, self.init, self.parts, self.transposed = name, tuple(shape), init, tuple(parts), transposed
         self.trainable = True  # to be set before the model is sharded
+        self.adapter: Adapter | None = None
         self.apart = False  # fused: its parts lie in different units (some frozen), so it cannot be read as one
         self._data: Array | None = None
         self.grad: Array | None = None
@@ -111,6 +112,18 @@ class Parameter:
 
     def __repr__(self) -> str:
         return f"Parameter({self.name}, {self.shape})"
+
+
+class Adapter(NamedTuple):
+    """What a linear map's weight W (o, i) is changed by: W + scale * b @ a, with a (r, i), b (o, r).
+
+    dropout: the probability with which an element of the adapter's input is dropped in training.
+    """
+
+    a: Parameter
+    b: Parameter
+    scale: float
+    dropout: float
 
 
 Rule = Callable[..., None]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpshard import adapters, families
 from mpshard import comm as communication
-from mpshard import families
 from mpshard.checkpoint import publish, transfer
 from mpshard.checkpoint.checksums import join
 from mpshard.checkpoint.dtypes import FLOATS
@@ -18,8 +18,10 @@ from mpshard.checkpoint.safetensors_file import Tensor
 from mpshard.checkpoint.save import MASTER, optimizer_pieces
 from mpshard.checkpoint.transfer import Piece, Sum
 from mpshard.comm.agree import on_root
+from mpshard.config import LoraConfig
 from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
 from mpshard.nn import Model
+from mpshard.nn.lora import add_adapters, is_adapter
 from mpshard.shard.sharded import Sharded
 
 if TYPE_CHECKING:
@@ -28,13 +30,14 @@ if TYPE_CHECKING:
     from mpshard.optim import Optimizer
 
 
-def load_model(directory: str | Path, comm: MPI.Comm | None = None, **options: Any) -> Sharded:
+def load_model(directory: str | Path, comm: MPI.Comm | None = None, *, base: str | Path = "", **options: Any) -> Sharded:
     """The model of a checkpoint or Hugging Face directory, cut over the ranks of `comm`. Collective.
 
     Parameters
     ----------
-    directory: one with config.json and weights, or a run directory, of which the latest checkpoint is taken.
-    comm: default COMM_WORLD. options: as of `mpshard.shard`.
+    directory: one with config.json and weights, or with adapters; or a run directory, of which the latest checkpoint is taken.
+    comm: default COMM_WORLD. base: for adapters the model that they adapt, if it is not where adapter_config.json says.
+    options: as of `mpshard.shard`.
 
     Raises
     ------
@@ -43,12 +46,19 @@ def load_model(directory: str | Path, comm: MPI.Comm | None = None, **options: A
     from mpshard.shard import shard
 
     comm = communication.world if comm is None else comm
-    store = open_on_all(comm, publish.find(Path(directory)))
-    config = on_root(comm, lambda: read_config(store.directory))
+    stores = [open_on_all(comm, publish.find(Path(directory)))]
+    adapter = on_root(comm, lambda: adapters.read_keys(stores[0].directory) if stores[0].is_adapter else None)
+    if adapter is not None:
+        stores.insert(0, open_on_all(comm, publish.find(Path(base or adapter["base"]))))
+    config = on_root(comm, lambda: read_config(stores[0].directory))
     model = gpt2(config) if isinstance(config, GPT2Config) else llama(config)
-    on_root(comm, lambda: check_weights(store, model))  # before any memory is taken
+    if adapter is not None:
+        add_adapters(model, LoraConfig(adapter["rank"], adapter["alpha"], adapter["targets"]))
+    for store in stores:  # before any memory is taken
+        on_root(comm, lambda store=store: check_weights(store, model))
     sharded = shard(model, comm, **options)
-    load_weights(sharded, store)
+    for store in stores:
+        load_weights(sharded, store)
     return sharded
 
 
@@ -64,13 +74,16 @@ def open_on_all(comm: MPI.Comm, directory: Path) -> Store:
 
 
 def check_weights(store: Store, model: Model) -> dict[str, str]:
-    """What the directory calls each parameter of the model. Reads no tensor.
+    """What the directory calls each parameter of the model: of adapters each of theirs, of a model all others.
+
+    Reads no tensor.
 
     Raises CheckpointError for tensors that are missing, surplus, of another shape, or not floating point.
     """
     found = store.weights
-    names, ignored = match((p.name for p in model.parameters), found)
-    check_tensors(store, {names[p.name]: p.shape for p in model.parameters},
+    wanted = [p for p in model.parameters if is_adapter(p.name) == store.is_adapter]
+    names, ignored = match((p.name for p in wanted), found)
+    check_tensors(store, {names[p.name]: p.shape for p in wanted},
                   {name: place for name, place in found.items() if name not in ignored})
     for name in names.values():
         if found[name][1].dtype not in FLOATS:
@@ -79,13 +92,13 @@ def check_weights(store: Store, model: Model) -> dict[str, str]:
 
 
 def load_weights(sharded: Sharded, store: Store) -> None:
-    """Set this rank's weights from a directory. Collective.
+    """Set this rank's weights, or its adapters, from a directory. Collective.
 
     Raises CheckpointError, on every rank, as `check_weights` does, or for a checksum that does not fit.
     """
     names = check_weights(store, sharded.model)
     pieces = [Piece(names[s.name], s.start, s.stop, unit.shard[s.slice])
-              for unit in sharded.units.values() for s in unit.segments]
+              for unit in sharded.units.values() for s in unit.segments if s.name in names]
     read_pieces(sharded, store, store.weights, pieces)
     sharded.publish()
 

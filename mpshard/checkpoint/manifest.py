@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpshard import adapters
 from mpshard.checkpoint.safetensors_file import INDEX, FormatError, Tensor, parse
 from mpshard.config import ConfigError
 
 FORMAT = "mpshard checkpoint 1"
+ADAPTER = adapters.WEIGHTS
 STATE, OPTIMIZER, SINGLE = "state.json", "optimizer.safetensors", "model.safetensors"
 
 Ranges = dict[str, list[list[int]]]  # tensor: [[start, stop, crc32], ...], in order, without gaps
@@ -120,6 +122,11 @@ class Store:
         """The same for the optimizer's tensors."""
         return {t.name: (OPTIMIZER, t) for t in self.files.get(OPTIMIZER, {}).values()}
 
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it holds adapters alone, without the model that they adapt."""
+        return ADAPTER in self.files
+
     def ranges(self, file: str) -> Ranges:
         """The checksummed ranges of a file; empty where nothing is known."""
         return {} if self.state is None else self.state.files[file]["ranges"]
@@ -144,6 +151,8 @@ def open_store(directory: Path) -> Store:
             raise DamagedError(f"{directory / INDEX} is damaged: it has no weight_map") from None
     elif (directory / SINGLE).exists():
         names = [SINGLE]
+    elif (directory / ADAPTER).exists():
+        names = [ADAPTER]
     else:
         raise DamagedError(f"{directory} holds no model: neither {SINGLE} nor {INDEX}")
     return Store(directory, {name: read_header(directory / name) for name in names}, state)

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mpshard import __version__
+from mpshard import __version__, adapters
 from mpshard.checkpoint.dtypes import code_of, is_exact
 from mpshard.checkpoint.hf_config import to_hf
-from mpshard.checkpoint.manifest import OPTIMIZER, State
+from mpshard.checkpoint.manifest import ADAPTER, OPTIMIZER, State
 from mpshard.checkpoint.safetensors_file import INDEX, Spec, index, split
 from mpshard.checkpoint.transfer import Piece
 from mpshard.device.base import Array, Device, Kind
+from mpshard.nn.lora import peft_config
 from mpshard.shard.sharded import Sharded
 from mpshard.shard.unit import Unit
 
@@ -40,7 +41,7 @@ class Content:
 
 def content_of(sharded: Sharded, optim: Optimizer | None, state: State, *, dtype: str = "", max_shard_bytes: int = 0,
                tokenizer: Mapping[str, bytes] | None = None, special_ids: Mapping[str, Any] | None = None,
-               averaged: bool = False) -> Content:
+               averaged: bool = False, whole: bool = False) -> Content:
     """What to write down of a model and its optimizer. Collective; nothing is copied.
 
     Parameters
@@ -52,14 +53,19 @@ def content_of(sharded: Sharded, optim: Optimizer | None, state: State, *, dtype
     max_shard_bytes: larger models are cut into several files; 0: never.
     tokenizer: the files that belong to it and their contents. special_ids: of config.json, see `to_hf`.
     averaged: the model's files hold the running average of the weights, optimizer.safetensors the weights themselves.
+    whole: of a model with adapters write the model, and not the adapters.
     """
     averages = optim.average.slices if averaged and optim is not None and optim.average is not None else {}
-    units, weights, exact = list(sharded.units.values()), [], {}
+    lora = sharded.model.lora
+    units, weights, exact = list(sharded.units.values()), [], dict.fromkeys(sharded.units, True)
+    if lora is not None:  # the adapters are what learns, and nothing else does
+        units = [unit for unit in units if unit.learns != whole]
     for unit in units:
         code = {"": code_of(unit.dtype), "fp32": "F32", "bf16": "BF16"}[dtype]
         exact[unit.name] = is_exact(unit.dtype, code) and unit.name not in averages
         weights += [(place.name, code, place.shape) for place in unit.layout.placements]
-    files = split(weights, max_shard_bytes)
+    adapters_alone = lora is not None and not whole
+    files = {ADAPTER: weights} if adapters_alone else split(weights, max_shard_bytes)
     home = {spec[0]: file for file, specs in files.items() for spec in specs}
     pieces: dict[str, list[Piece]] = {file: [] for file in files}
     for unit in units:
@@ -71,11 +77,17 @@ def content_of(sharded: Sharded, optim: Optimizer | None, state: State, *, dtype
         state = replace(state, optimizer=optim.state())
     state = replace(state, random={"seed": sharded.seed, "step": sharded.steps}, world=sharded.mesh.world,
                     tokenizer="tokenizer.json" if tokenizer else "", version=__version__)
-    config = to_hf(sharded.model.config, weights[0][1], special_ids)
-    texts = {"config.json": json.dumps(config, indent=2).encode() + b"\n"}
+    if adapters_alone:  # and no config.json: with one `transformers` would look for the model here
+        texts = {adapters.CONFIG: _json(peft_config(sharded.model, state.config.get("model.init_from", "")))}
+    else:
+        texts = {"config.json": _json(to_hf(sharded.model.config, weights[0][1], special_ids))}
     if len(files) > 1:
-        texts[INDEX] = json.dumps(index(files), indent=2).encode() + b"\n"
+        texts[INDEX] = _json(index(files))
     return Content(state, specs, pieces, texts | dict(tokenizer or {}))
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, indent=2).encode() + b"\n"
 
 
 def optimizer_pieces(units: Sequence[Unit], optim: Optimizer, exact: Mapping[str, bool],

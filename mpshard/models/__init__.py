@@ -5,7 +5,7 @@ from dataclasses import fields
 from mpshard.config import Config, ModelConfig
 from mpshard.models.gpt2 import GPT2Config, gpt2
 from mpshard.models.llama import LlamaConfig, llama
-from mpshard.nn import Model, set_trainable
+from mpshard.nn import Model, add_adapters, set_trainable
 
 __all__ = ["GPT2Config", "LlamaConfig", "from_config", "gpt2", "llama", "model_of"]
 
@@ -21,8 +21,10 @@ def from_config(config: ModelConfig) -> Model:
 
 
 def model_of(config: Config) -> Model:
-    """The model of a whole, resolved configuration: the shapes, and which parameters learn."""
+    """The model of a whole, resolved configuration: the shapes, adapters, and which parameters learn."""
     model = from_config(config.model)
     if config.optim.trainable:
         set_trainable(model, config.optim.trainable)
+    if config.lora.rank:
+        add_adapters(model, config.lora)
     return model

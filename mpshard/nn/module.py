@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpshard.autograd.tensor import Array, Parameter, Tape, Tensor
+from mpshard.config import LoraConfig
 
 
 class Cache:
@@ -71,6 +72,7 @@ class Model:
 
     def __init__(self, modules: list[Module], config: Any) -> None:
         self.modules, self.config = modules, config
+        self.lora: LoraConfig | None = None  # what `mpshard.nn.lora` has added
 
     @property
     def parameters(self) -> list[Parameter]:

@@ -164,7 +164,8 @@ def test_memory_of_each_strategy(comm, strategy):
 @pytest.mark.parametrize("transport", ["mpi", "shm"])
 @pytest.mark.parametrize(("precision", "tolerance"), [
     (Precision(param="bf16"), 5e-3), (Precision(param="bf16", reduce="bf16"), 2e-2), (Precision(param="fp16"), 2e-3),
-    (Precision(param="bf16", gather="fp8_e4m3"), 5e-2)], ids=lambda p: f"{p.param}-{p.gather}-{p.reduce}" if isinstance(p, Precision) else "")
+    (Precision(param="bf16", gather="fp8_e4m3"), 5e-2)],
+    ids=lambda p: f"{p.param}-{p.gather}-{p.reduce}" if isinstance(p, Precision) else "")
 def test_short_formats_train_nearly_alike(comm, precision, tolerance, transport):
     losses, _, _, sharded = train(comm, precision=precision, transport=transport, lr=1e-3)
     expected, _, _ = alone(lr=1e-3)
