@@ -93,6 +93,9 @@ class _Lease:
 class CupyMemory:
     """The memory part of `mpshard.device.base.Device` and the rest of `Accelerator`; the kernels' class builds on it.
 
+    Its compute stream becomes the current one of the thread that opens it, on which CuPy issues all work: so a process has
+    one device, used by that thread.
+
     Parameters
     ----------
     poison: for tests: memory handed out or given back is filled with 0xFF bytes, NaN in every format.

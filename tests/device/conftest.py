@@ -14,7 +14,7 @@ def random():
     return np.random.default_rng(0)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def gpu(request):
     """A CuPy device: with `-m gpu` on a GPU, else on the stand-in, whose kernels g++ compiles for the CPU."""
     from mpshard.config import ConfigError

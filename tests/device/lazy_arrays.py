@@ -109,29 +109,29 @@ def stream_of_work(stream: Stream | None = None) -> Stream:
 
 # -- memory ----------------------------------------------------------------------------------
 class MemoryPool:
-    """Blocks are cut in steps of 512 bytes and, once free, used again by the next request of that size."""
+    """Blocks are cut in steps of 512 bytes and, once free, used again by the next request of that size on that stream."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[np.ndarray]] = {}
+        self._free: dict[tuple[Stream, int], list[np.ndarray]] = {}
 
     def malloc(self, size: int) -> MemoryPointer:
-        whole = -(-size // 512) * 512
-        if self._free.get(whole):
-            block = self._free[whole].pop()
+        place = stream_of_work(), -(-size // 512) * 512
+        if self._free.get(place):
+            block = self._free[place].pop()
             address = block.ctypes.data
-            stream_of_work()._issue("reuse of memory", [(address, address + whole, True)], lambda: block.fill(0xFF))
+            place[0]._issue("reuse of memory", [(address, address + block.size, True)], lambda: block.fill(0xFF))
         else:
-            space = np.full(whole + 512, 0xFF, np.uint8)
-            block = space[-space.ctypes.data % 512:][:whole]
-        return MemoryPointer(_Pooled(self, block), 0)
+            space = np.full(place[1] + 512, 0xFF, np.uint8)
+            block = space[-space.ctypes.data % 512:][:place[1]]
+        return MemoryPointer(_Pooled(self._free.setdefault(place, []), block), 0)
 
 
 class _Pooled:
-    def __init__(self, pool: MemoryPool, block: np.ndarray) -> None:
-        self.pool, self.block, self.ptr, self.size = pool, block, block.ctypes.data, block.size
+    def __init__(self, home: list[np.ndarray], block: np.ndarray) -> None:
+        self.home, self.block, self.ptr, self.size = home, block, block.ctypes.data, block.size
 
     def __del__(self) -> None:
-        self.pool._free.setdefault(self.size, []).append(self.block)
+        self.home.append(self.block)
 
 
 class UnownedMemory:

@@ -1,0 +1,52 @@
+"""The script for a GPU, tried out on the stand-in for CuPy, so that it does not fail where minutes of a GPU are counted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.device import cuda_on_cpu, lazy_cupy
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "gpu_check.py"
+pytestmark = [pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing())), pytest.mark.mpi]
+
+
+@pytest.fixture
+def check():
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    module = sys.modules["gpu_check"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with lazy_cupy.installed():
+        yield module
+
+
+def test_its_parts(check, tmp_path, capsys):
+    results = {part.__name__: json.loads(json.dumps(part(check.SMALL, tmp_path)))
+               for part in (check.rates, check.numpy_and_cupy, check.precisions, check.llama)}
+    assert results["numpy_and_cupy"]["difference"] < 1e-4
+    assert results["llama"]["tokens_per_s"] > 0 and json.loads((tmp_path / "trace.json").read_text())
+    results["rates"] |= {"matmul_bf16_tflops": 790.0}
+    results["pytorch"] = {"tokens_per_s": 1.0, "peak_bytes": 1}
+    results["kernels"] = {"failed": "on purpose"}
+    results["together"] = check.conclusions(results)
+    assert set(results["together"]) == {"share_of_the_matrix_rate", "speed_over_pytorch", "memory_over_pytorch"}
+    check.show(results)
+    assert "on purpose" in capsys.readouterr().out
+
+
+def test_losses_that_differ_are_a_failure(check):
+    assert check.apart([1.0, 2.0], [1.0, 2.0], 0.0) == 0.0
+    for wrong in ([1.0, 2.1], [1.0, float("nan")]):
+        with pytest.raises(AssertionError, match="losses differ"):
+            check.apart(wrong, [1.0, 2.0], 1e-2)
+
+
+def test_a_part_that_fails_is_told(check, tmp_path, monkeypatch):
+    """There is no GPU here: a part in a process of its own says so and the script goes on."""
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPT.parents[1]))
+    found = check.run("rates", tmp_path)
+    assert "cannot be used" in found["failed"] and (tmp_path / "rates.log").exists()
