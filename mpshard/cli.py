@@ -147,9 +147,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     words = list(sys.argv[1:] if argv is None else argv)
     here = words.index("--") if "--" in words else len(words)
     words, command = words[:here], words[here + 1:]  # behind -- comes another command, none of our words
-    rest = [word for word in words if not SETTING.match(word)]
+    is_setting = [SETTING.match(word) is not None and before != "--vary" for before, word in zip(["", *words], words, strict=False)]
+    rest = [word for word, setting in zip(words, is_setting, strict=True) if not setting]
     arguments = parser().parse_args(rest)
-    given = [word for word in words if SETTING.match(word)]
+    given = [word for word, setting in zip(words, is_setting, strict=True) if setting]
     if given and not hasattr(arguments, "settings"):
         raise Leave(USAGE_STATUS, f"this command takes no {given[0].partition('=')[0]}; see mpshard COMMAND --help")
     if command and not hasattr(arguments, "command"):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-MODULES = ("train", "launch", "model", "data", "checkpoint", "plan", "measure")
+MODULES = ("train", "launch", "model", "data", "checkpoint", "plan", "verify", "measure")
 
 Run = Callable[[argparse.Namespace, "MPI.Comm"], None]
 
