@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -114,7 +115,7 @@ class Owners:
         order = [[name for name in self.shapes if self.chosen[name] == rank] for rank in range(self.comm.size)]
         counts = [sum(_size_of(self.shapes[name]) for name in names) for names in order]
         send = self._joined([matrices[name].reshape(-1) for name in order[self.comm.rank]], counts[self.comm.rank])
-        received = self.device.from_host(collectives.all_gather_uneven(self.comm, send, counts), Kind.STAGING)
+        received = self.device.from_host(_collectives().all_gather_uneven(self.comm, send, counts), Kind.STAGING)
         found, at = {}, 0
         for name in (name for names in order for name in names):
             size = _size_of(self.shapes[name])
@@ -130,10 +131,9 @@ class Owners:
 
     def _exchange(self, parts: list[Array], send_counts: list[int], recv_counts: list[int]) -> Array:
         """By way of the host, so that any MPI will do."""
-        from mpshard.comm import collectives
-
+        
         send = self._joined(parts, sum(send_counts))
-        return self.device.from_host(collectives.exchange(self.comm, send, send_counts, recv_counts), Kind.STAGING)
+        return self.device.from_host(_collectives().exchange(self.comm, send, send_counts, recv_counts), Kind.STAGING)
 
     def _joined(self, parts: list[Array], size: int) -> np.ndarray:
         joined, at = self.device.empty(size, self.dtype, Kind.STAGING), 0
@@ -141,6 +141,13 @@ class Owners:
             joined[at:at + part.size] = part
             at += part.size
         return self.device.to_host(joined)
+
+
+def _collectives() -> ModuleType:
+    """Imported when there is something to send: planning an optimizer, and importing it, needs no MPI."""
+    from mpshard.comm import collectives
+
+    return collectives
 
 
 def _size(piece: tuple[int, int]) -> int:

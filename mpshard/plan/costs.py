@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,12 @@ from mpshard.config import ConfigError
 from mpshard.device.base import Kind
 from mpshard.nn.module import Model
 from mpshard.shard.grouping import group, stages_of
-from mpshard.shard.layout import Layout, lay_out
+from mpshard.shard.layout import Layout, Segment, lay_out
 from mpshard.shard.options import Options
 from mpshard.shard.precision import DTYPES, Plain
 from mpshard.shard.schedule import (
     Finish,
+    Free,
     Gather,
     Program,
     Reduce,
@@ -76,15 +77,19 @@ def topology(options: Options, ranks: int, ranks_on_node: int = 0) -> Topology:
         size = options.dp_shard or (ranks // options.dp_replicate if options.dp_replicate else node)
         if ranks % size or (options.dp_replicate and size * options.dp_replicate != ranks):
             raise ConfigError(f"mesh.dp_shard x mesh.dp_replicate does not multiply out to {ranks} ranks")
-    shares = options.transport == "shm" or (options.transport == "auto" and not (node == 1 and size > 1))
+    if options.keep_ranks and (options.keep_ranks >= size or size % options.keep_ranks):
+        raise ConfigError(f"shard.reshard_after_forward={options.keep_ranks} is no divisor of the {size} ranks of a unit, or all of them")
+    shares = options.transport == "shm" or (options.transport == "auto" and not options.keep_ranks and not (node == 1 and size > 1))
     return Topology(ranks, size, min(node, size), shares and not options.replicated)
 
 
 def plan(model: Model, options: Options, ranks: int, micro_batches: int = 1, *, rank: int = 0, ranks_on_node: int = 0,
-         moments: int = 2, moment_dtype: Any = "float32", evaluates: bool = False, on_host: bool = True) -> Plan:
+         moments: int = 2, moment_dtype: Any = "float32", single: Container[str] = (), average: bool = False, evaluates: bool = False,
+         on_host: bool = True) -> Plan:
     """Count a step of `micro_batches` on `rank` of `ranks`.
 
-    moments: arrays that the optimizer keeps a parameter (AdamW 2, SGD with momentum 1), `moment_dtype` each.
+    moments: arrays that the optimizer keeps a parameter (AdamW 2, SGD with momentum 1), `moment_dtype` each; of those in
+    `single` it keeps one (Muon's matrices). average: there is a running average of the weights.
     evaluates: the run also executes the forward program, whose buffers may be others. on_host: False for a GPU, whose
     programs lag and which computes in 16 bits where weights arrive so.
     """
@@ -102,13 +107,16 @@ def plan(model: Model, options: Options, ranks: int, micro_batches: int = 1, *, 
     held = {
         Kind.PARAMETER: sum(map(count.parameters, layouts.values())),
         Kind.GRADIENT: sum(map(count.gradients, learning.values())) + partial * count.master,
-        Kind.MOMENT: sum(count.owned(layout, rank) for layout in learning.values()) * moments * np.dtype(moment_dtype).itemsize,
-        Kind.GATHERED: count.full_buffers(largest_slots(gathered)),
+        Kind.MOMENT: sum(s.size * (1 if s.name in single else moments) for layout in learning.values()
+                         for s in count.owned(layout, rank)) * np.dtype(moment_dtype).itemsize
+                     + sum(layout.shard_size for layout in learning.values()) * average * count.master,
+        Kind.GATHERED: count.full_buffers(largest_slots(gathered)) + sum(
+            count.kept(layouts[name]) for name in {i.unit for i in program if isinstance(i, Free) and i.keep}),
         Kind.FULL_GRADIENT: sum(gradient_slots(program, stages, padded).sizes) * count.gradient}
-    gathers = [layouts[i.unit] for i in program if isinstance(i, Gather)]
+    gathers = [count.sent_by_gather(layouts[i.unit], i.kept) for i in program if isinstance(i, Gather)]
     reduces = [layouts[i.unit] for i in program if isinstance(i, Reduce)]
     reduced = sum(map(count.sent_by_reduce, reduces)) + sum(map(count.sent_to_replicas, learning.values()))
-    return Plan(program, held, len(gathers), len(reduces), sum(map(count.sent_by_gather, gathers)), reduced)
+    return Plan(program, held, len(gathers), len(reduces), sum(gathers), reduced)
 
 
 class Count:
@@ -119,7 +127,7 @@ class Count:
 
     def __init__(self, options: Options, topo: Topology, on_host: bool) -> None:
         p = options.precision
-        self.replicated, self.topo, self.wire = options.replicated, topo, p.wire
+        self.replicated, self.topo, self.wire, self.keep_ranks = options.replicated, topo, p.wire, options.keep_ranks
         self.replicas = 1 if options.replicated else topo.replicas
         arithmetic = DTYPES[p.master if on_host else p.param]
         self.master, self.full = DTYPES[p.master].itemsize, arithmetic.itemsize
@@ -139,10 +147,14 @@ class Count:
         """The slice and, under hybrid sharding, what is summed in the group before."""
         return (1 + (self.replicas if self.replicas > 1 else 0)) * layout.shard_size * self.master
 
-    def owned(self, layout: Layout, rank: int) -> int:
-        """Elements of parameters in the slice of `rank`, padding not counted."""
+    def kept(self, layout: Layout) -> int:
+        """A rank's part of a unit that stays among `keep_ranks` of them from forward to backward."""
+        return self.sent(layout) * (self.topo.group // self.keep_ranks)
+
+    def owned(self, layout: Layout, rank: int) -> tuple[Segment, ...]:
+        """What the slice of `rank` holds of parameters, without padding."""
         index, place = divmod(rank, self.topo.group)
-        return sum(s.size for s in layout.segments(0 if self.replicated else place * self.topo.replicas + index))
+        return layout.segments(0 if self.replicated else place * self.topo.replicas + index)
 
     def full_buffers(self, slots: Sequence[int]) -> int:
         """Buffers for `slots` gathered elements each; one that a node shares counts in equal parts."""
@@ -154,7 +166,9 @@ class Count:
         words = [self.wire.size(size // slices) * slices * self.wire.dtype.itemsize // sharing for size in slots]
         return sum(slots) * self.full + (0 if in_place else sum(words))
 
-    def sent_by_gather(self, layout: Layout) -> int:
+    def sent_by_gather(self, layout: Layout, kept: bool = False) -> int:
+        if kept:
+            return (self.keep_ranks - 1) * self.kept(layout)
         return 0 if self.replicated else (self.topo.group - 1) * self.sent(layout)
 
     def sent_by_reduce(self, layout: Layout) -> int:

@@ -9,12 +9,13 @@ from mpshard import config as configuration
 from mpshard import models
 from mpshard.config import Config, ConfigError
 from mpshard.device.base import Kind
+from mpshard.nn import Model
+from mpshard.optim import matrices_of
 from mpshard.plan.activations import activation_bytes
 from mpshard.plan.costs import Plan, plan, topology
 from mpshard.shard.options import Options
 from mpshard.shard.precision import Precision
 
-MOMENTS = {"adamw": 2, "sgd": 1, "muon": 2}  # arrays a parameter; muon's matrices need one, so it is at most this
 MOST_RANKS = 1 << 16  # where the search for enough ranks ends
 
 
@@ -29,10 +30,16 @@ def options_of(config: Config) -> Options:
 def plan_of(config: Config, ranks: int, ranks_on_node: int = 0, rank: int = 0) -> Plan:
     """The plan of a resolved configuration on `ranks` ranks. ConfigError if it cannot run on so many."""
     configuration.validate(config, ranks)
-    t, o = config.train, config.optim
-    return plan(models.model_of(config), options_of(config), ranks, t.global_batch_size // (t.micro_batch_size * ranks),
-                rank=rank, ranks_on_node=ranks_on_node, moments=MOMENTS[o.name],
-                moment_dtype="float32" if o.moments == "fp32" else "uint16", evaluates=config.data.eval != "none")
+    t, model = config.train, models.model_of(config)
+    return plan(model, options_of(config), ranks, t.global_batch_size // (t.micro_batch_size * ranks), rank=rank,
+                ranks_on_node=ranks_on_node, evaluates=config.data.eval != "none", **_optimizer(config, model))
+
+
+def _optimizer(config: Config, model: Model) -> dict[str, Any]:
+    """What the optimizer keeps, as `plan` asks for it."""
+    o = config.optim
+    return {"moments": {"adamw": 2, "muon": 2, "sgd": 1 if o.momentum else 0}[o.name], "moment_dtype": "float32" if o.moments == "fp32"
+            else "uint16", "single": matrices_of(model) if o.name == "muon" else (), "average": o.ema > 0}
 
 
 def plans(config: Config, ranks: Sequence[int], device_bytes: int = 0, ranks_on_node: int = 0) -> dict[str, Any]:
@@ -55,7 +62,7 @@ def fewest_ranks(config: Config, device_bytes: int) -> int | None:
     model, options, ranks = models.model_of(config), options_of(config), 1
     activations = activation_bytes(model, options, config.train.micro_batch_size * config.data.seq_len)
     while ranks <= MOST_RANKS:
-        if plan(model, options, ranks, moments=MOMENTS[config.optim.name]).total + activations <= device_bytes:
+        if plan(model, options, ranks, **_optimizer(config, model)).total + activations <= device_bytes:
             return ranks
         ranks *= 2
     return None

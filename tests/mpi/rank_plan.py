@@ -7,7 +7,7 @@ import pytest
 
 from mpshard.device import Kind, open_device
 from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
-from mpshard.optim import AdamW
+from mpshard.optim import SGD, AdamW, Muon, matrices_of
 from mpshard.plan import activation_bytes, plan
 from mpshard.shard import shard
 from mpshard.shard.options import Options
@@ -20,11 +20,11 @@ MODELS = {
 }
 
 
-def run(comm, model, micro, **options):
+def run(comm, model, micro, optimizer=AdamW, **options):
     """Two steps; what this rank held at most, and the last step's counters."""
     device = open_device("numpy")
     sharded = shard(model, comm, device=device, **options)
-    optim = AdamW(sharded)
+    optim = optimizer(sharded)
     ids = np.random.default_rng(comm.rank).integers(101, size=(micro, 2, 13))
     for _ in range(2):
         output = sharded.step((ids[..., :-1], ids[..., 1:]))
@@ -55,12 +55,16 @@ def run(comm, model, micro, **options):
     (1, {"strategy": "hybrid", "dp_replicate": 2, "transport": "mpi"}),
     (2, {"strategy": "hybrid", "dp_shard": 1, "transport": "mpi"}),
     (5, {"deterministic": True}),
+    (2, {"reshard_after_forward": 2}),
+    (1, {"reshard_after_forward": 2, "precision": Precision(param="bf16"), "prefetch": 2}),
 ])
 def test_bytes(comm, name, micro, options):
     if comm.size % max(options.get("ranks_on_node", 1), options.get("dp_replicate", 1)):
         pytest.skip("does not divide the ranks")
     if options.get("deterministic") and comm.size & (comm.size - 1):
         pytest.skip("no power of two ranks")
+    if options.get("reshard_after_forward") == 2 and comm.size != 4:
+        pytest.skip("needs a divisor that is not all")
     model = MODELS[name]()
     options = {"transport": "auto" if options.get("strategy") == "none" else "mpi", "progress": "poll", **options}
     planned = plan(model, Options(**{k: v for k, v in options.items() if k != "ranks_on_node"}), comm.size, micro, rank=comm.rank,
@@ -80,6 +84,18 @@ def test_frozen_parameters_cost_neither_gradient_nor_moments(comm, name):
     assert {kind: held[kind] for kind in planned.bytes} == dict(planned.bytes)
     assert counters.bytes_reduced == planned.bytes_reduced
     assert held[Kind.GRADIENT] < held[Kind.PARAMETER] / 2
+
+
+@pytest.mark.parametrize(("optimizer", "planned"), [
+    (lambda s: SGD(s), {"moments": 1}), (lambda s: SGD(s, momentum=0), {"moments": 0}),
+    (lambda s: AdamW(s, moments="bf16", ema=0.9), {"moment_dtype": "uint16", "average": True}),
+    (lambda s: Muon(s), {"single": "matrices"})])
+def test_moments(comm, optimizer, planned):
+    model = MODELS["llama"]()
+    planned = planned | ({"single": matrices_of(model)} if "single" in planned else {})
+    expected = plan(model, Options(transport="mpi"), comm.size, rank=comm.rank, **planned).bytes[Kind.MOMENT]
+    held, _ = run(comm, model, 1, optimizer, transport="mpi", progress="poll")
+    assert held[Kind.MOMENT] == expected
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

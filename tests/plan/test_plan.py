@@ -11,6 +11,7 @@ from mpshard.device.base import Kind
 from mpshard.models import LlamaConfig, llama
 from mpshard.plan import fewest_ranks, plan, plan_of, plans
 from mpshard.plan.costs import largest_slots, partial_sums, topology
+from mpshard.plan.zero import state_bytes
 from mpshard.shard.options import Options
 from mpshard.shard.schedule import Finish, Reduce
 from tests.launch import launch
@@ -27,6 +28,12 @@ def test_volumes_are_those_of_the_zero_paper(strategy, volume):
     made = plan(model, Options(strategy=strategy, prefetch=0, transport="auto" if strategy == "none" else "mpi"), 64)
     moved = (made.bytes_gathered + made.bytes_reduced) / 4 / model.size / (63 / 64)
     assert moved == pytest.approx(volume, rel=0.04)
+
+
+@pytest.mark.parametrize(("strategy", "gigabytes"), [("none", 120), ("optim", 31.4), ("grad_op", 16.6), ("full", 1.9)])
+def test_states_are_those_of_the_zero_papers_first_figure(strategy, gigabytes):
+    # Rajbhandari et al. 2019 (arXiv:1910.02054), figure 1: 7.5 billion parameters on 64 ranks.
+    assert state_bytes(7.5e9, 64, strategy) / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
 def test_states_fall_as_one_over_the_ranks():
