@@ -82,3 +82,9 @@ class Model:
     def size(self) -> int:
         """Number of parameters, tied ones counted once."""
         return sum(parameter.size for parameter in self.parameters)
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """{name: shape} of the blocks' 2-D parameters that learn: not the embedding's or the head's."""
+        return {p.name: (p.shape[0], p.shape[1]) for module in self.modules[1:-1] for p in module.parameters
+                if len(p.shape) == 2 and p.size and p.trainable}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpshard.optim.adamw import AdamW
 from mpshard.optim.base import Optimizer, decays
 from mpshard.optim.ema import Average
-from mpshard.optim.muon import Muon, matrices_of
+from mpshard.optim.muon import Muon
 from mpshard.optim.schedules import clip_factor, learning_rate
 from mpshard.optim.sgd import SGD
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpshard.config import OptimConfig
     from mpshard.shard.sharded import Sharded
 
-__all__ = ["SGD", "AdamW", "Average", "Muon", "Optimizer", "clip_factor", "decays", "from_config", "learning_rate", "matrices_of"]
+__all__ = ["SGD", "AdamW", "Average", "Muon", "Optimizer", "clip_factor", "decays", "from_config", "learning_rate"]
 
 
 def from_config(config: OptimConfig, sharded: Sharded) -> Optimizer:

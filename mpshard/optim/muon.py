@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from mpshard.config import ConfigError
 from mpshard.device.base import Array, Device, Kind
-from mpshard.nn.module import Model
 from mpshard.optim.adamw import AdamW
 from mpshard.optim.owners import Owners, Shape
 from mpshard.shard.layout import Segment
@@ -29,12 +28,6 @@ if TYPE_CHECKING:
 SCALES = ("moonshot", "jordan")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan's quintic: it takes singular values from (0, 1] to about 0.7 ... 1.2
 ITERATIONS = 5
-
-
-def matrices_of(model: Model) -> dict[str, Shape]:
-    """{name: shape} of what Muon treats: the 2-D parameters of the blocks that learn, not the embedding or the head."""
-    return {p.name: (p.shape[0], p.shape[1]) for module in model.modules[1:-1] for p in module.parameters
-            if len(p.shape) == 2 and p.size and p.trainable}
 
 
 def cost(shape: Shape) -> int:
@@ -94,7 +87,7 @@ class Muon(AdamW):
                  ema: float = 0.0, momentum: float = 0.95, lr_factor: float = 1.0, scale: str = "moonshot") -> None:
         if scale not in SCALES:
             raise ConfigError(f"optim.muon_scale={scale!r} is not known; use {', '.join(SCALES)}")
-        self.shapes = matrices_of(sharded.model)
+        self.shapes = sharded.model.matrices
         if not self.shapes:
             raise ConfigError("optim.name=muon: the blocks have no matrix that learns; use adamw")
         super().__init__(sharded, lr, betas, eps, weight_decay, clip_grad_norm, no_decay, moments, ema)

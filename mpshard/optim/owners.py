@@ -110,8 +110,6 @@ class Owners:
     def _to_all(self, matrices: Mapping[str, Array]) -> dict[str, Array]:
         if self.comm.size == 1:
             return {name: matrix.reshape(-1) for name, matrix in matrices.items()}
-        from mpshard.comm import collectives  # importing it starts MPI, which importing an optimizer must not
-
         order = [[name for name in self.shapes if self.chosen[name] == rank] for rank in range(self.comm.size)]
         counts = [sum(_size_of(self.shapes[name]) for name in names) for names in order]
         send = self._joined([matrices[name].reshape(-1) for name in order[self.comm.rank]], counts[self.comm.rank])
@@ -131,7 +129,6 @@ class Owners:
 
     def _exchange(self, parts: list[Array], send_counts: list[int], recv_counts: list[int]) -> Array:
         """By way of the host, so that any MPI will do."""
-        
         send = self._joined(parts, sum(send_counts))
         return self.device.from_host(_collectives().exchange(self.comm, send, send_counts, recv_counts), Kind.STAGING)
 

@@ -10,7 +10,6 @@ from mpshard import models
 from mpshard.config import Config, ConfigError
 from mpshard.device.base import Kind
 from mpshard.nn import Model
-from mpshard.optim import matrices_of
 from mpshard.plan.activations import activation_bytes
 from mpshard.plan.costs import Plan, plan, topology
 from mpshard.shard.options import Options
@@ -39,7 +38,7 @@ def _optimizer(config: Config, model: Model) -> dict[str, Any]:
     """What the optimizer keeps, as `plan` asks for it."""
     o = config.optim
     return {"moments": {"adamw": 2, "muon": 2, "sgd": 1 if o.momentum else 0}[o.name], "moment_dtype": "float32" if o.moments == "fp32"
-            else "uint16", "single": matrices_of(model) if o.name == "muon" else (), "average": o.ema > 0}
+            else "uint16", "single": model.matrices if o.name == "muon" else (), "average": o.ema > 0}
 
 
 def plans(config: Config, ranks: Sequence[int], device_bytes: int = 0, ranks_on_node: int = 0) -> dict[str, Any]:

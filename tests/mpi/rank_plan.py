@@ -7,7 +7,7 @@ import pytest
 
 from mpshard.device import Kind, open_device
 from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
-from mpshard.optim import SGD, AdamW, Muon, matrices_of
+from mpshard.optim import SGD, AdamW, Muon
 from mpshard.plan import activation_bytes, plan
 from mpshard.shard import shard
 from mpshard.shard.options import Options
@@ -92,7 +92,7 @@ def test_frozen_parameters_cost_neither_gradient_nor_moments(comm, name):
     (lambda s: Muon(s), {"single": "matrices"})])
 def test_moments(comm, optimizer, planned):
     model = MODELS["llama"]()
-    planned = planned | ({"single": matrices_of(model)} if "single" in planned else {})
+    planned = planned | ({"single": model.matrices} if "single" in planned else {})
     expected = plan(model, Options(transport="mpi"), comm.size, rank=comm.rank, **planned).bytes[Kind.MOMENT]
     held, _ = run(comm, model, 1, optimizer, transport="mpi", progress="poll")
     assert held[Kind.MOMENT] == expected
