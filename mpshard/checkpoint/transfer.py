@@ -60,7 +60,7 @@ class Outgoing:
         extents = [extent(tensors[piece.name], piece.start, piece.stop) for piece in pieces]
         self.tensors, self.pieces, self.device = tensors, pieces, device
         self.plan = batches(extents, _chunk(extents))
-        self.buffer = device.empty(max([0, *(b.nbytes for b in self.plan)]), np.uint8, Kind.STAGING)
+        self.buffer = device.host_bytes(max([0, *(b.nbytes for b in self.plan)]))
         self.crcs = [0] * len(pieces)
 
     def bytes_of(self, batch: Batch) -> np.ndarray:
@@ -127,7 +127,7 @@ def read_own(path: Path, tensors: Mapping[str, Tensor], pieces: Sequence[Piece],
     """The checksums of pieces as they stand in the file; nothing is kept. No MPI. Raises OSError; a missing end counts as none."""
     extents = [extent(tensors[piece.name], piece.start, piece.stop) for piece in pieces]
     crcs, plan = [0] * len(pieces), batches(extents, _chunk(extents))
-    buffer = device.empty(max([0, *(b.nbytes for b in plan)]), np.uint8, Kind.STAGING)
+    buffer = device.host_bytes(max([0, *(b.nbytes for b in plan)]))
     with path.open("rb", buffering=0) as file:
         for batch in plan:
             file.seek(batch.offset)
@@ -156,7 +156,7 @@ def read(comm: MPI.Comm, path: Path, tensors: Mapping[str, Tensor], pieces: Sequ
     sums = [0] * len(cuts)
     with SharedFile(comm, path) as file:
         plan = batches(extents, _chunk(extents))
-        buffer = device.empty(max([0, *(b.nbytes for b in plan)]), np.uint8, Kind.STAGING)
+        buffer = device.host_bytes(max([0, *(b.nbytes for b in plan)]))
 
         def step(batch: Batch | None) -> None:
             if batch is None:

@@ -70,7 +70,10 @@ class Device(Protocol):
         """A copy of a NumPy array on the device (same dtype)."""
 
     def to_host(self, array: Array) -> Any:
-        """A NumPy array with the same values; on the CPU possibly the same memory."""
+        """A NumPy array with the same values; of one that is in the host's memory the same memory."""
+
+    def host_bytes(self, nbytes: int) -> Any:
+        """Uninitialised memory of the host for files to pass through, as a NumPy array of bytes."""
 
     def read(self, scalars: Sequence[Any]) -> Any:
         """The values that `sum_of_squares` and `cross_entropy` returned, as one float64 NumPy array: a step's one wait."""

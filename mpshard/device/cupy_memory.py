@@ -168,7 +168,12 @@ class CupyMemory:
         return out
 
     def to_host(self, array: Array) -> Any:
-        return array.get()
+        if isinstance(array, np.ndarray):  # copied before
+            return array
+        return array.get(stream=self.compute)  # which may not be the calling thread's
+
+    def host_bytes(self, nbytes: int) -> np.ndarray:
+        return np.empty(nbytes, np.uint8)
 
     def read(self, scalars: Sequence[Any]) -> np.ndarray:
         if not scalars:

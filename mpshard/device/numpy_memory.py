@@ -77,6 +77,9 @@ class NumpyMemory:
     def to_host(self, array: np.ndarray) -> np.ndarray:
         return array
 
+    def host_bytes(self, nbytes: int) -> np.ndarray:
+        return self.empty(nbytes, np.uint8, Kind.STAGING)
+
     def read(self, scalars: Sequence[float]) -> np.ndarray:
         return np.array(scalars, np.float64)
 
