@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -38,9 +39,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # | head: not worth a word, not even by Python when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = BROKEN_PIPE_STATUS
-    except KeyboardInterrupt:
-        print("mpshard: interrupted", file=sys.stderr)
-        status = INTERRUPTED_STATUS
+    except (Exception, KeyboardInterrupt) as error:  # before or after the world was guarded
+        if isinstance(error, KeyboardInterrupt):
+            print("mpshard: interrupted", file=sys.stderr, flush=True)
+        elif launcher.launched():
+            traceback.print_exc()
+        else:
+            raise
+        status = INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else 1
+        if launcher.launched():  # an ordinary exit would wait in MPI_Finalize for ranks that know of nothing
+            os._exit(status)
     sys.exit(status)
 
 

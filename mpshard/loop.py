@@ -104,6 +104,7 @@ class Loop:
                     self._evaluate()
                 self._save(asked)
                 if asked and self.step < steps:
+                    self.preemption.asked = True  # whoever was told: launchers may end the others when the first has left
                     self._event("preempted", "asked to leave; run again with run.resume=auto")
                     raise Ended(REQUEUE, f"asked to leave: checkpoint written at step {self.step} of {steps}; "
                                          "run the same with run.resume=auto to go on")

@@ -9,11 +9,11 @@ from hypothesis import settings
 settings.register_profile("mpshard", deadline=None)
 settings.load_profile("mpshard")
 
-_ON_REQUEST = ("slow", "exhaustive")
+_ON_REQUEST = ("slow", "exhaustive", "cluster")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked slow or exhaustive run only when `-m` names the mark."""
+    """Tests marked slow, exhaustive or cluster run only when `-m` names the mark."""
     asked = config.getoption("-m")
     for mark in _ON_REQUEST:
         if mark not in asked:

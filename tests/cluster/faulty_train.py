@@ -49,7 +49,8 @@ def wait() -> None:
 MAIN: dict[str, Callable[[], None]] = {
     "raise": boom, "exit": lambda: sys.exit(3), "exit 0": lambda: sys.exit(0), "leave": lambda: os._exit(3),
     "memory": out_of_memory, "stall": wait,
-    **{name: lambda name=name: os.kill(os.getpid(), getattr(signal, name)) for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP")},
+    **{name: lambda name=name: os.kill(os.getpid(), getattr(signal, name))
+       for name in ("SIGKILL", "SIGTERM", "SIGUSR1", "SIGINT", "SIGSTOP")},
     **{f"launcher {name}": lambda name=name: os.kill(the_launcher(), getattr(signal, name)) for name in ("SIGTERM", "SIGINT")}}
 
 

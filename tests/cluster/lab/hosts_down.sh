@@ -1,0 +1,9 @@
+#!/bin/bash
+# Ends the virtual hosts of hosts_up.sh: the death of a namespace's first process ends all others in it.
+for file in "$LAB_DIR"/hosts/h*.pid; do
+  [ -s "$file" ] && kill -9 "$(cat "$file")" 2>/dev/null
+done
+sleep 0.2
+for name in $(ip netns list 2>/dev/null | cut -d' ' -f1 | grep '^mpshard-h'); do ip netns del "$name"; done
+ip link del br-mpshard 2>/dev/null
+exit 0
