@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,15 +23,6 @@ if TYPE_CHECKING:
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # bytes of a full unit
 RUNS = 7  # the median of so many is reported
 SIDE = 256  # of the matrices that are multiplied meanwhile: 0.3 ms a product on one core
-CHUNK = SIDE * SIDE
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to move a unit."""
-
-    name: str
-    open: Callable[[], Transport]
 
 
 def measure(comm: MPI.Comm, device: Device, sizes: Sequence[int] = SIZES, progress: str = "auto") -> dict[str, Any]:
@@ -46,41 +36,50 @@ def measure(comm: MPI.Comm, device: Device, sizes: Sequence[int] = SIZES, progre
     set_blas_threads(mesh.cores)
     mover = progress_for(progress, mesh.cores, mesh.world)
     problem = shared.fits(mesh.comm, mesh.ranks_on_node, 6 * max(sizes) * mesh.ranks_on_node)
-    ways = [Way("mpi, reduce-scatter", lambda: MessageTransport(mesh.comm, device, mover)),
-            Way("mpi, all-to-all", lambda: MessageTransport(mesh.comm, device, mover, ordered=True))]
+    ways: dict[str, Transport] = {"mpi, reduce-scatter": MessageTransport(mesh.comm, device, mover),
+                                  "mpi, all-to-all": MessageTransport(mesh.comm, device, mover, ordered=True)}
     if problem is None:
-        ways.append(Way("shm", lambda: shared.SharedTransport(mesh.comm, mesh.ranks_on_node, device, mover)))
-    rows = [{"transport": way.name, **row} for way in ways for row in _time_way(way.open(), mesh, device, mover.poll, sizes)]
+        ways["shm"] = shared.SharedTransport(mesh.comm, mesh.ranks_on_node, device, mover)
+    rows = [{"transport": name, **row} for name, carrier in ways.items()
+            for row in _time_way(carrier, mesh, device, mover.poll, sizes)]
     mover.close()
     return {"world_size": mesh.world, "ranks_on_node": mesh.ranks_on_node, "progress": mover.name, "no_shm": problem, "rows": rows}
+
+
+class Subject:
+    """A unit of about `nbytes`, cut over the ranks, and the buffers it travels through."""
+
+    def __init__(self, carrier: Transport, mesh: Mesh, device: Device, nbytes: int) -> None:
+        self.carrier, self.share = carrier, math.ceil(nbytes / 4 / mesh.world / 16) * 16  # elements of a slice
+        self.size = self.share * mesh.world
+        self.store = carrier.store(self.share, np.float32, Kind.PARAMETER)
+        self.full = None if carrier.in_place else carrier.slot(self.size, np.float32, Kind.GATHERED)
+        self.gradient = carrier.slot(self.size, np.float32, Kind.FULL_GRADIENT)
+        self.summed = device.zeros(self.share, np.float32, Kind.GRADIENT)
+
+    def start_gather(self) -> Pending:
+        return self.carrier.gather(self.store, self.full)
+
+    def finish_gather(self, pending: Pending) -> None:
+        pending.wait()
+        self.carrier.release(self.full)
+
+    def start_reduce(self) -> Pending:
+        self.gradient.acquire()
+        return self.carrier.reduce(self.gradient, self.size, self.summed, False)
+
+    def finish_reduce(self, pending: Pending) -> None:
+        pending.wait()
 
 
 def _time_way(carrier: Transport, mesh: Mesh, device: Device, poll: Callable[[], None],
               sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
     for nbytes in sizes:
-        share = math.ceil(nbytes / 4 / mesh.world / 16) * 16  # elements of a slice
-        store = carrier.store(share, np.float32, Kind.PARAMETER)
-        full = None if carrier.in_place else carrier.slot(share * mesh.world, np.float32, Kind.GATHERED)
-        gradient = carrier.slot(share * mesh.world, np.float32, Kind.FULL_GRADIENT)
-        summed = device.zeros(share, np.float32, Kind.GRADIENT)
-
-        def gather(store=store, full=full) -> Pending:
-            return carrier.gather(store, full)
-
-        def reduce(gradient=gradient, summed=summed, size=share * mesh.world) -> Pending:
-            gradient.acquire()
-            return carrier.reduce(gradient, size, summed, False)
-
-        for verb, start in (("gather", gather), ("reduce", reduce)):
-            def finish(pending: Pending, verb: str = verb, full=full) -> None:
-                pending.wait()
-                if verb == "gather":
-                    carrier.release(full)
-
+        unit = Subject(carrier, mesh, device, nbytes)
+        for verb, start, finish in (("gather", unit.start_gather, unit.finish_gather), ("reduce", unit.start_reduce, unit.finish_reduce)):
             seconds, hidden = _alone_and_behind(mesh, device, poll, start, finish)
-            moved = share * 4 * (mesh.world - 1)
-            yield {"collective": verb, "bytes": share * 4 * mesh.world, "seconds": seconds,
-                   "gb_per_s": moved / seconds / 1e9, "hidden_fraction": hidden}
+            yield {"collective": verb, "bytes": 4 * unit.size, "seconds": seconds, "hidden_fraction": hidden,
+                   "gb_per_s": 4 * unit.share * (mesh.world - 1) / seconds / 1e9}
 
 
 def _alone_and_behind(mesh: Mesh, device: Device, poll: Callable[[], None], start: Callable[[], Pending],
