@@ -1,4 +1,4 @@
-"""Every kernel's source, in every precision, compiles for the GPUs the project names, without a warning."""
+"""Every kernel's source compiles for the GPUs the project names, without a warning; in all precisions with -m slow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from mpshard.device import cupy_source
 ARCHITECTURES = ("80", "90")  # A100, H100
 
 
-@pytest.mark.parametrize("name", cupy_source.C_TYPES)
+@pytest.mark.parametrize("name", [
+    "bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "float16", "float64"))])  # 15 s each
 def test_kernels_compile(name, tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("there is no nvcc")

@@ -24,6 +24,13 @@ pytestmark = [pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid valu
               pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))]
 
 
+@pytest.fixture(params=["mpi", "staged"])
+def transport(request, comm):
+    if comm.size == 1 and request.param == "staged":
+        pytest.skip("one rank sends nothing")
+    return request.param
+
+
 @pytest.fixture
 def device():
     with lazy_cupy.installed():
@@ -45,25 +52,24 @@ def run(name, comm, device, steps, micro=1, scale=1.0, **options):
 
 
 @pytest.mark.parametrize("name", golden.NAMES)
-@pytest.mark.parametrize("transport", ["mpi", "staged"])
 def test_equal_to_pytorch(comm, device, name, transport):
-    reference, sharded, outputs = run(name, comm, device, 20, 12 // comm.size, transport=transport)
+    steps = 20 if transport == "staged" or comm.size == 1 else 4
+    reference, sharded, outputs = run(name, comm, device, steps, 12 // comm.size, transport=transport)
     assert sharded.transport.name == (transport if comm.size > 1 else "mpi")
-    np.testing.assert_allclose([o.loss for o in outputs], reference.losses64, rtol=1e-5)
-    np.testing.assert_allclose([o.grad_norm for o in outputs], reference.grad_norms64, rtol=1e-4)
+    np.testing.assert_allclose([o.loss for o in outputs], reference.losses64[:steps], rtol=1e-5)
+    np.testing.assert_allclose([o.grad_norm for o in outputs], reference.grad_norms64[:steps], rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", [
     {"prefetch": 0}, {"prefetch": 2, "micro": 2}, {"strategy": "grad_op", "micro": 2}, {"strategy": "optim", "micro": 2},
     {"recompute": "block"}, {"recompute": "none", "reshard_after_forward": False}, {"unit": 2}], ids=str)
-@pytest.mark.parametrize("transport", ["mpi", "staged"])
 def test_every_program(comm, device, monkeypatch, options, transport):
     options = dict(options)
     micro = options.pop("micro", 12) // comm.size
     monkeypatch.setattr(staged, "CHUNK", 4096)  # many chunks a unit
-    reference, sharded, outputs = run("llama_tied", comm, device, 3, max(1, micro), transport=transport, **options)
-    np.testing.assert_allclose([o.loss for o in outputs], reference.losses64[:3], rtol=1e-5)
-    np.testing.assert_allclose([o.grad_norm for o in outputs], reference.grad_norms64[:3], rtol=1e-4)
+    reference, sharded, outputs = run("llama_tied", comm, device, 2, max(1, micro), transport=transport, **options)
+    np.testing.assert_allclose([o.loss for o in outputs], reference.losses64[:2], rtol=1e-5)
+    np.testing.assert_allclose([o.grad_norm for o in outputs], reference.grad_norms64[:2], rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
