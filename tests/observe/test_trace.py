@@ -53,7 +53,7 @@ def test_a_flight_bears_its_instructions_index():
     recorder.ran(1, Forward("layers.0", 0), 0.1, 0.2)
     recorder.gathered("layers.0", 0.0, 0.15)
     (flight,) = [span for span in trace.spans if span.track is Track.GATHER]
-    assert (flight.name, flight.arguments) == ("Gather layers.0", {"step": 3, "index": 0, "unit": "layers.0"})
+    assert flight.name == "Gather layers.0" and flight.arguments.items() >= {"step": 3, "index": 0, "unit": "layers.0"}.items()
     assert trace.memory == [(0.1, {"gathered": 7})]  # unchanged since: no second entry
 
 
