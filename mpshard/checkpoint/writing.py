@@ -43,7 +43,7 @@ class Draft:
     keep: int
 
 
-def write(comm: MPI.Comm, root: Path, content: Content, device: Device, keep: int = 2) -> Path:
+def write(comm: MPI.Comm, root: str | Path, content: Content, device: Device, keep: int = 2) -> Path:
     """Write a checkpoint into `root`, verify it, publish it; returns its directory. Collective.
 
     keep: how many checkpoints stay in `root`; 0 for all.
@@ -53,7 +53,7 @@ def write(comm: MPI.Comm, root: Path, content: Content, device: Device, keep: in
     ConfigError, on every rank: disk full, no permission, what was read back is not what was written. Earlier checkpoints
     are as they were, and nothing of this one is left.
     """
-    draft = begin(comm, root, content, device, keep)
+    draft = begin(comm, Path(root), content, device, keep)
     try:
         sums = {file: transfer.write(comm, draft.partial / file, header, tensors, content.pieces[file], device)
                 for file, (header, tensors) in draft.headers.items()}

@@ -83,6 +83,9 @@ class SharedFile:
             # MPICH's text is a stack, what happened stands at the end of its last line.
             text = error.Get_error_string().strip().splitlines()[-1].rpartition(": ")[2]
             reason = os.strerror(code) if code != errno.EIO else f"MPI says: {text}"
+            if self.write and code == errno.EIO:  # Open MPI says this of a full disk, too
+                status = os.statvfs(os.path.dirname(self.path) or ".")
+                reason += f" ({status.f_bavail * status.f_frsize / 1e6:,.1f} MB are free there)"
             raise OSError(code, reason, self.path) from None
 
 
