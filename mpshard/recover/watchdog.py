@@ -141,7 +141,7 @@ class Watchdog:
             with suppress(OSError, ValueError, AttributeError, RuntimeError):
                 faulthandler.dump_traceback_later(2 * limit + 10, exit=True, file=sys.__stderr__)
             if self.done != seen:
-                if still > max(LONG, 10 * statistics.median(self.recent or [LONG])) and stood.waits:
+                if stood.waits and still > max(LONG, 4 * statistics.median(self.recent or [0.0])):
                     self.say(f"{stood.words}: nothing came for {still:.1f} s, now it goes on")
                 seen, still = self.done, 0.0
                 continue

@@ -71,7 +71,7 @@ def test_two_hosts_over_tcp_equal_one(start, folder, undisturbed, transport):  #
 
 
 def test_a_cable_that_is_out_for_three_seconds_costs_a_line(start, hosts, folder, undisturbed):  # noqa: F811
-    job = start(*TRAIN)
+    job = start(*TRAIN, "checkpoint.every=0")  # a checkpoint may take its time: nothing is said of that
     wait_for(lambda: len(losses(folder / "run")) >= 5, "five steps", job.log)
     hosts.link(1, up=False)
     time.sleep(3)
@@ -82,7 +82,7 @@ def test_a_cable_that_is_out_for_three_seconds_costs_a_line(start, hosts, folder
 
 
 def test_a_cable_that_stays_out_ends_the_job(start, hosts, folder):  # noqa: F811
-    job = start(*LONG, "run.timeout=8")
+    job = start(*LONG, "run.timeout=8", "checkpoint.every=0")
     wait_for(lambda: len(losses(folder / "run")) >= 5, "five steps", job.log)
     hosts.link(1, up=False)
     mend = threading.Timer(40, lambda: hosts.link(1, up=True))  # a launcher may need it to end its own part on the other host
