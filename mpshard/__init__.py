@@ -27,10 +27,12 @@ _HOMES = {
     "Muon": "mpshard.optim",
     "SGD": "mpshard.optim",
     "Sampling": "mpshard.sample",
+    "Saver": "mpshard.checkpoint",
     "Sharded": "mpshard.shard",
     "StepOutput": "mpshard.shard",
     "generate": "mpshard.sample",
     "learning_rate": "mpshard.optim",
+    "load_model": "mpshard.checkpoint",
 }
 _ROOMS = ("autograd", "checkpoint", "comm", "config", "data", "device", "models", "nn", "observe", "optim", "shard")
 
