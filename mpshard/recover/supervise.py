@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -29,6 +30,7 @@ from mpshard.recover.status import REQUEUE
 TOKEN = "MPSHARD_LAUNCH"  # in the environment of all processes of an attempt
 STUCK = 2  # restarts in a row without a new checkpoint, after which another one would not help either
 PATIENCE = 2.0  # seconds that ranks may outlive their launcher
+LAUNCHERS_TIME = 15.0  # seconds that a launcher has once a rank has said why the job ends: one that is cut off waits for ever
 REFUSED = 2  # the status for what the user must change
 
 _OF_RANK = re.compile(r"\[rank \d+ of \d+\] (?! )")  # a rank's line that is no frame of a traceback
@@ -88,6 +90,7 @@ def run(command: Sequence[str], env: dict[str, str]) -> Attempt:
     segments = leftovers.segments()
     said: deque[str] = deque(maxlen=200)
     asked: list[int] = []
+    last_words: list[float] = []  # when ranks said that they end the job
     # A session of its own: Ctrl-C must reach the job once, through us. Standard output stays the terminal's.
     job = subprocess.Popen(command, env=env | dict([token.split("=")]), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
                            text=True, errors="replace", start_new_session=True)
@@ -95,6 +98,8 @@ def run(command: Sequence[str], env: dict[str, str]) -> Attempt:
     def listen() -> None:
         for line in job.stderr:
             said.append(line.rstrip("\n"))
+            if _OF_RANK.match(line):
+                last_words.append(time.monotonic())
             sys.stderr.write(line)
             sys.stderr.flush()
 
@@ -108,7 +113,11 @@ def run(command: Sequence[str], env: dict[str, str]) -> Attempt:
     listener.start()
     try:
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-        status = job.wait()
+        while (status := job.poll()) is None:
+            if last_words and time.monotonic() - last_words[0] > LAUNCHERS_TIME:
+                tell("the launcher does not end (it cannot reach a host?): ended")
+                leftovers.end(token, patience=0.0)
+            time.sleep(0.05)
     finally:
         left = leftovers.end(token, PATIENCE)
         job.wait()

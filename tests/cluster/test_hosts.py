@@ -85,7 +85,7 @@ def test_a_cable_that_stays_out_ends_the_job(start, hosts, folder):  # noqa: F81
     job = start(*LONG, "run.timeout=8", "checkpoint.every=0")
     wait_for(lambda: len(losses(folder / "run")) >= 5, "five steps", job.log)
     hosts.link(1, up=False)
-    mend = threading.Timer(40, lambda: hosts.link(1, up=True))  # a launcher may need it to end its own part on the other host
+    mend = threading.Timer(60, lambda: hosts.link(1, up=True))  # a launcher may need it to end its own part on the other host
     mend.start()
     try:
         assert job.wait(120) != 0

@@ -5,5 +5,5 @@ for file in "$LAB_DIR"/hosts/h*.pid; do
 done
 sleep 0.2
 for name in $(ip netns list 2>/dev/null | cut -d' ' -f1 | grep '^mpshard-h'); do ip netns del "$name"; done
-ip link del br-mpshard 2>/dev/null
+for link in $(ip -o link show 2>/dev/null | grep -o 'mpshard[0-9]*@' | tr -d @) br-mpshard; do ip link del "$link" 2>/dev/null; done
 exit 0
