@@ -67,7 +67,8 @@ class Loop:
         c, self.comm, self.folder = job.config, job.sharded.mesh.comm, Path(job.config.run.dir)
         check_program(self.sharded, c.train.global_batch_size // (c.train.micro_batch_size * self.comm.size))
         begun = resume(c.run.resume, self.folder, self.sharded, self.optim, flat(c), self.console.say)
-        self.step, self.position, self.evaluation = begun.step, begun.position, None
+        self.step, self.position = begun.step, begun.position
+        self.evaluation: float | None = None
         self.guard = Guard(c.guard)
         on_root(self.comm, lambda: _open_run(c, self.step))
         self._open_metrics(self.step)
@@ -171,7 +172,7 @@ class Loop:
             "exposed": -output.counters.hidden_fraction, "work": step_s - wait, "wait": wait, "asked": self.preemption.asked}
         everyone = dict(zip(own, collectives.gather_all(self.comm, np.array([*own.values()], np.float64)).T, strict=True))
         most = {name: float(values.max()) for name, values in everyone.items()}
-        record = {"step": self.step, "loss": output.loss, "grad_norm": output.grad_norm, "lr": self.optim.lr, "tokens": output.tokens,
+        record: dict[str, Any] = {"step": self.step, "loss": output.loss, "grad_norm": output.grad_norm, "lr": self.optim.lr, "tokens": output.tokens,
                   "step_s": most["step_s"], "tokens_per_s": output.tokens / most["step_s"]}
         record |= {name: most[name] for name in ("forward_s", "backward_s", "optim_s", "gather_wait_s", "reduce_wait_s")}
         record |= {"hidden_fraction": -most["exposed"]}
@@ -186,9 +187,10 @@ class Loop:
 
     def _evaluate(self) -> None:
         self.watchdog.at("the evaluation")
-        c = self.config.train
+        c, batches = self.config.train, self.job.data.eval
+        assert batches is not None
         with weights_to_show(self.job):
-            self.evaluation, _ = evaluate(self.sharded, self.job.data.eval, c.micro_batch_size, c.eval_batches)
+            self.evaluation, _ = evaluate(self.sharded, batches, c.micro_batch_size, c.eval_batches)
         self.metrics.write({"step": self.step, "eval_loss": self.evaluation})
         self.console.say(f"step {self.step}/{c.steps}  evaluation loss {self.evaluation:.4f}")
 

@@ -67,7 +67,12 @@ def difference(hosts: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> str 
 def check_folder(comm: MPI.Comm, folder: Path) -> None:
     """Raise ConfigError on every rank unless all see the same directory, which exists on rank 0. Collective."""
     mark = folder / f".seen-by-{comm.bcast(secrets.token_hex(4))}"
-    on_root(comm, lambda: (folder.mkdir(parents=True, exist_ok=True), mark.touch()))
+
+    def leave_mark() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+    on_root(comm, leave_mark)
 
     def look() -> None:
         end = time.monotonic() + PATIENCE

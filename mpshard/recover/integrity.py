@@ -27,7 +27,7 @@ class Damaged(RuntimeError):
 
 def checksum(sharded: Sharded, array: Array) -> int:
     """CRC-32 of an array's bytes."""
-    return zlib.crc32(np.ascontiguousarray(sharded.device.to_host(array)).view(np.uint8))
+    return zlib.crc32(np.ascontiguousarray(sharded.device.to_host(array)).view(np.uint8).data)
 
 
 def compare(sharded: Sharded, optim: Optimizer, position: int) -> None:

@@ -96,7 +96,7 @@ def run(command: Sequence[str], env: dict[str, str]) -> Attempt:
                            text=True, errors="replace", start_new_session=True)
 
     def listen() -> None:
-        for line in job.stderr:
+        for line in job.stderr or ():
             said.append(line.rstrip("\n"))
             if _OF_RANK.match(line):
                 last_words.append(time.monotonic())

@@ -139,7 +139,7 @@ class Watchdog:
             tick = min(1.0, limit / 10)
             # If this thread itself gets no turn, because something holds the interpreter's lock, C code ends the process.
             with suppress(OSError, ValueError, AttributeError, RuntimeError):
-                faulthandler.dump_traceback_later(2 * limit + 10, exit=True, file=sys.__stderr__)
+                faulthandler.dump_traceback_later(2 * limit + 10, exit=True, file=sys.__stderr__ or 2)
             if self.done != seen:
                 if stood.waits and still > max(LONG, 4 * statistics.median(self.recent or [0.0])):
                     self.say(f"{stood.words}: nothing came for {still:.1f} s, now it goes on")
