@@ -95,6 +95,9 @@ def _check_for_device(options: Options) -> None:
             ("precision.gather", options.precision.gather, ("fp8_e4m3",), "param")):
         if value in wrong:
             raise ConfigError(f"{key}={value} cannot be had with run.device=cupy; use {remedy}")
+    if options.precision.reduce not in ("fp32", options.precision.param):  # cuBLAS writes sums as float32 or as it reads
+        raise ConfigError(f"precision.reduce={options.precision.reduce} with precision.param={options.precision.param} cannot be had "
+                          "with run.device=cupy; use fp32 or the same")
     if options.keep_ranks:
         raise ConfigError(f"shard.reshard_after_forward={options.keep_ranks} cannot be had with run.device=cupy; use true or false")
 

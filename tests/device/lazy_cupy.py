@@ -47,7 +47,7 @@ from tests.device.lazy_arrays import (
 # -- kernels ---------------------------------------------------------------------------------
 class RawModule:
     def __init__(self, code: str, *, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
-        self.code, self.options = code, options
+        self.code, self.options = code, tuple(option for option in options if option not in cupy_source.NVRTC_OPTIONS)
 
     def get_function(self, name: str) -> RawKernel:
         return RawKernel(self, name)
@@ -117,7 +117,7 @@ def gemmEx(handle: int, transa: int, transb: int, m: int, n: int, k: int, alpha:
     a, range_a = matrix(A, Atype, *((k, m) if transa else (m, k)), lda)
     b, range_b = matrix(B, Btype, *((n, k) if transb else (k, n)), ldb)
     c, range_c = matrix(C, Ctype, m, n, ldc)
-    if Atype != Btype or (computeType == CUBLAS_COMPUTE_64F) != (Ctype == 1):
+    if Atype != Btype or Ctype not in (Atype, 1 if Atype == 1 else 0) or (computeType == CUBLAS_COMPUTE_64F) != (Ctype == 1):
         raise ValueError(f"cuBLAS has no product of types {Atype}, {Btype} into {Ctype} with arithmetic {computeType}")
     wide = np.float64 if Ctype == 1 else np.float32
     factors = [float(at(address, np.dtype(wide).itemsize).view(wide)[0]) for address in (alpha, beta)]
@@ -163,7 +163,7 @@ MODULES: dict[str, dict[str, Any]] = {
              "get_default_memory_pool": get_default_memory_pool},
     "cupy.cuda": {"Stream": Stream, "Event": Event, "Device": Device, "MemoryPool": MemoryPool, "MemoryPointer": MemoryPointer,
                   "UnownedMemory": UnownedMemory, "alloc_pinned_memory": alloc_pinned_memory},
-    "cupy.cuda.runtime": {"getDeviceCount": getDeviceCount, "getDeviceProperties": getDeviceProperties},
+    "cupy.cuda.runtime": {"is_hip": False, "getDeviceCount": getDeviceCount, "getDeviceProperties": getDeviceProperties},
     "cupy.cuda.device": {"get_cublas_handle": get_cublas_handle},
     "cupy_backends": {}, "cupy_backends.cuda": {}, "cupy_backends.cuda.libs": {},
     "cupy_backends.cuda.libs.cublas": {
