@@ -20,10 +20,9 @@ class AttentionKernels(CupyMemory):
     ) -> None:
         b, t, width = qkv.shape
         half, turned = cos.shape[-1], heads + kv_heads
-        size = b * t * turned * half
-        if size:
+        if qkv.size and half:
             args = (qkv, cos, sin, b * t, turned, half, width, cos.size // half, inverse)
-            self.launch("rotary", (min(-(-size // 256), 1 << 14),), 256, args, qkv.dtype, cos.dtype)
+            self.launch("rotary", (min(b * t, 1 << 16),), 128, args, qkv.dtype, cos.dtype)
 
     def attention(
         self, qkv: Array, heads: int, kv_heads: int, scale: float, segments: Array | None = None
@@ -60,10 +59,10 @@ class AttentionKernels(CupyMemory):
         shape = _Shape(qkv, heads, kv_heads)
         width, kept, capacity = qkv.shape[2], cache.shape[2], cache.shape[1]
         y = self.empty((shape.b, shape.t, heads * shape.e), qkv.dtype)
-        size = shape.b * shape.t * kept
-        if size:
-            args = (qkv, cache, shape.t, past, capacity, width, kept, size)
-            self.launch("cache_append", (-(-size // 256),), 256, args, qkv.dtype)
+        rows = shape.b * shape.t
+        if rows and kept:
+            args = (qkv, cache, shape.t, past, capacity, width, kept, rows)
+            self.launch("cache_append", (min(rows, 1 << 16),), 128, args, qkv.dtype)
             args = (qkv, cache, y, shape.t, past, capacity, heads, kv_heads, shape.e, float(scale))
             self.launch("cached_attention", (shape.t, heads, shape.b), 128, args, qkv.dtype)
         return y

@@ -76,7 +76,7 @@ class CupyDevice(AttentionKernels, CupyMemory):
         return out
 
     def add_bias(self, y: Array, bias: Array) -> None:
-        self._elementwise("add_bias", y.size, (y, bias, y.size, bias.size), y.dtype)
+        self._rows("add_bias", y.size // max(1, bias.size), bias.size, (y, bias), y.dtype)
 
     def add(self, out: Array, x: Array) -> None:
         self._elementwise("add", out.size, (out, x, out.size), out.dtype, x.dtype)
@@ -101,7 +101,7 @@ class CupyDevice(AttentionKernels, CupyMemory):
     def embedding(self, ids: Array, table: Array) -> Array:
         v, d = table.shape
         out = self.empty((*ids.shape, d), table.dtype)
-        self._elementwise("embedding", out.size, (ids, table, out, ids.size, d, v), table.dtype)
+        self._rows("embedding", ids.size, d, (ids, table, out), table.dtype, more=(v,))
         return out
 
     def add_positions(self, x: Array, positions: Array) -> None:
@@ -127,7 +127,7 @@ class CupyDevice(AttentionKernels, CupyMemory):
         rows, d = _rows(x)
         y, stats = self.empty(x.shape, x.dtype), self.empty((2, rows), wide(x.dtype))
         if x.size:
-            self.launch("layer_norm", (rows,), _row_threads(d), (x, weight, bias, y, stats, rows, d, float(eps)), x.dtype)
+            self._rows("layer_norm", rows, d, (x, weight, bias, y, stats), x.dtype, more=(float(eps),))
         return y, stats
 
     def layer_norm_backward(
@@ -140,7 +140,7 @@ class CupyDevice(AttentionKernels, CupyMemory):
         rows, d = _rows(x)
         y, stats = self.empty(x.shape, x.dtype), self.empty(rows, wide(x.dtype))
         if x.size:
-            self.launch("rms_norm", (rows,), _row_threads(d), (x, weight, y, stats, rows, d, float(eps)), x.dtype)
+            self._rows("rms_norm", rows, d, (x, weight, y, stats), x.dtype, more=(float(eps),))
         return y, stats
 
     def rms_norm_backward(
@@ -154,10 +154,12 @@ class CupyDevice(AttentionKernels, CupyMemory):
         rows, d = _rows(x)
         out = self.empty(x.shape, x.dtype) if dx is None else dx
         lines = max(1, min(rows, 4 * SUM_LINES))
-        partial = self.zeros((len(targets), lines, d), wide(x.dtype))
+        partial = self.empty((len(targets), lines, d), wide(x.dtype))
         if x.size:
             args = (dy, x, weight, stats, out, *partial, rows, d, dx is not None)
             self.launch(kernel, (lines,), _row_threads(d), args, x.dtype)
+        else:
+            self.zero(partial)
         for sums, target in zip(partial, targets, strict=True):
             if target is not None:
                 self._finish_columns(sums, target, accumulate)
@@ -178,12 +180,12 @@ class CupyDevice(AttentionKernels, CupyMemory):
     def swiglu(self, gate_up: Array) -> Array:
         n, f = gate_up.shape[0], gate_up.shape[1] // 2
         y = self.empty((n, f), gate_up.dtype)
-        self._elementwise("swiglu", y.size, (gate_up, y, y.size, f), y.dtype)
+        self._rows("swiglu", n, f, (gate_up, y), y.dtype)
         return y
 
     def swiglu_backward(self, dy: Array, gate_up: Array, y: Array | None = None) -> Array:
         dx = self.empty(gate_up.shape, gate_up.dtype)
-        self._elementwise("swiglu_backward", dy.size, (dy, gate_up, dx, dy.size, dy.shape[1]), dy.dtype)
+        self._rows("swiglu_backward", *dy.shape, (dy, gate_up, dx), dy.dtype)
         return dx
 
     # -- loss --------------------------------------------------------------------------------
@@ -241,6 +243,13 @@ class CupyDevice(AttentionKernels, CupyMemory):
         self._elementwise("adamw", weight.size, args, weight.dtype, gradient.dtype,
                           weight.dtype if copy is None else copy.dtype)
 
+    def blend(self, out: Array, x: Array, keep: float, share: float) -> None:
+        self._elementwise("blend", out.size, (out, x, out.size, float(keep), float(share)), out.dtype, x.dtype)
+
+    def round_at_random(self, x: Array, out: Array, key: tuple[int, int], start: int) -> None:
+        spread = spread_key(key, start >> 32)
+        self._elementwise("round_at_random", x.size, (x, out, x.size, start & 0xFFFFFFFF, *spread), x.dtype)
+
     def sum_of_squares(self, x: Array) -> Array:
         blocks = max(1, min(SUM_BLOCKS, -(-x.size // 1024)))
         partial = self.empty(blocks, np.float64)
@@ -262,10 +271,15 @@ class CupyDevice(AttentionKernels, CupyMemory):
         args = (parts, out, len(parts), out.size, accumulate)
         self._elementwise("ordered_sum", out.size, args, out.dtype, parts.dtype)
 
+    def _rows(self, kernel: str, rows: int, d: int, arrays: tuple[Any, ...], *types: Any, more: tuple[Any, ...] = ()) -> None:
+        """Launch a kernel whose blocks take rows of d elements in turn."""
+        if rows and d:
+            self.launch(kernel, (min(rows, 1 << 16),), _row_threads(d), (*arrays, rows, d, *more), *types)
+
     def _elementwise(self, kernel: str, size: int, args: tuple[Any, ...], *types: Any) -> None:
         """Launch a kernel whose threads walk together over `size` elements."""
         if size:
-            self.launch(kernel, (min(-(-size // 256), 1 << 14),), 256, args, *types)
+            self.launch(kernel, (min(-(-size // 1024), 1 << 14),), 256, args, *types)  # four elements a thread or more
 
 
 def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -280,8 +294,8 @@ def _rows(x: Array) -> tuple[int, int]:
 
 
 def _row_threads(d: int) -> int:
-    """Threads of a block that works on rows of d elements: whole warps, at most 256, about four elements a thread."""
-    return min(256, max(1, -(-d // 128)) * 32)
+    """Threads of a block that works on rows of d elements: whole warps, at most 256, about eight elements a thread."""
+    return min(256, max(1, -(-d // 256)) * 32)
 
 
 def _orientation(x: Array) -> tuple[int, int]:

@@ -231,6 +231,8 @@ class CupyMemory:
             if name not in cupy_source.C_TYPES:
                 raise TypeError(f"the kernels have no type {name}; use one of {', '.join(cupy_source.C_TYPES)}")
         file, options = cupy_source.kernels()[kernel], cupy_source.options(types, **constants)
+        if not cupy.cuda.runtime.is_hip:
+            options += cupy_source.NVRTC_OPTIONS
         if (file, options) not in self._modules:
             self._modules[file, options] = cupy.RawModule(code=cupy_source.source(file), options=options)
         self._kernels[key] = self._modules[file, options].get_function(kernel)

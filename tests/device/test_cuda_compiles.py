@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 import shutil
 import subprocess
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +41,29 @@ def test_kernels_compile(name, tmp_path):
 def test_headers_are_put_in_place():
     for file in set(cupy_source.kernels().values()):
         assert "#include" not in cupy_source.source(file)
+
+
+def nvrtc():
+    """The compiler that CuPy uses, from the toolkit or from the package nvidia-cuda-nvrtc; None where there is none."""
+    folders = (find_spec("nvidia.cuda_nvrtc") if find_spec("nvidia") else None) or None
+    found = [str(p) for folder in (folders.submodule_search_locations if folders else ()) for p in Path(folder).glob("lib/libnvrtc.so*")]
+    name = next(iter(found), None) or ctypes.util.find_library("nvrtc")
+    return ctypes.CDLL(name) if name else None
+
+
+@pytest.mark.parametrize("name", cupy_source.C_TYPES)
+def test_kernels_compile_at_run_time(name):
+    """As CuPy does it: one file at a time, no header of the toolkit at hand."""
+    if (library := nvrtc()) is None:
+        pytest.skip("there is no NVRTC")
+    for file in sorted(set(cupy_source.kernels().values())):
+        options = (*cupy_source.options((name, "float32"), TILE=32, HEAD=64), *cupy_source.NVRTC_OPTIONS, "--gpu-architecture=sm_80")
+        program, size = ctypes.c_void_p(), ctypes.c_size_t()
+        text = cupy_source.source(file).encode()
+        assert library.nvrtcCreateProgram(ctypes.byref(program), text, file.encode(), 0, None, None) == 0
+        status = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
+        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetProgramLog(program, log)
+        assert status == 0 and not log.value, log.value.decode()
+        library.nvrtcDestroyProgram(ctypes.byref(program))

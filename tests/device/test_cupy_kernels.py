@@ -71,7 +71,7 @@ def test_matmul(pair, m, k, n, turn_a, turn_b):
     pair.check(wide, wide64 + a64 @ b64, slack=1e-2 if pair.dtype.itemsize == 2 else 1, dtype=pair.wide, of=3)
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (5, 7), (700, 65)])
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (5, 7), (700, 65), (9, 48)])
 def test_bias_and_its_gradient(pair, shape):
     (y, y64), (dy, dy64), (bias, bias64) = pair.make(*shape), pair.make(*shape), pair.make(shape[1])
     pair.device.add_bias(y, bias)
@@ -86,6 +86,19 @@ def test_bias_and_its_gradient(pair, shape):
     pair.check(x, x64 + dy64)
 
 
+@pytest.mark.parametrize("first", [0, 1, 8])
+def test_arrays_that_begin_anywhere(pair, first):
+    """Wide accesses want 16 bytes: where an array begins elsewhere the kernels take single elements."""
+    (x, x64), (y, y64) = pair.make(100), pair.make(100)
+    pair.device.add(x[first:], y[first:])
+    x64[first:] += y64[first:]
+    pair.check(x, x64)
+    z, z64 = pair.make(40 + first)
+    rows, rows64 = z[first:].reshape(5, 8), z64[first:].reshape(5, 8)
+    weight, weight64 = pair.make(8)
+    pair.check(pair.device.rms_norm(rows, weight, 1e-5)[0], EXACT.rms_norm(rows64, weight64, 1e-5)[0])
+
+
 def test_cast(pair):
     x, x64 = pair.make(1000, spread=100)
     for name in DTYPES:
@@ -95,7 +108,7 @@ def test_cast(pair):
 
 
 # -- embedding -------------------------------------------------------------------------------
-@pytest.mark.parametrize("b, t, v, d", [(1, 1, 1, 1), (2, 7, 5, 3), (0, 4, 3, 2), (3, 90, 11, 129)])
+@pytest.mark.parametrize("b, t, v, d", [(1, 1, 1, 1), (2, 7, 5, 3), (0, 4, 3, 2), (3, 90, 11, 129), (2, 5, 6, 64)])
 def test_embedding(pair, b, t, v, d):
     (ids, ids64), (table, table64), (dy, dy64), (out, out64) = pair.ids(v, b, t), pair.make(v, d), pair.make(b, t, d), pair.make(v, d)
     assert_array_equal(pair.device.to_host(pair.device.embedding(ids, table)).astype(np.float64), table64[ids64])
@@ -173,7 +186,7 @@ def test_gelu(pair, approximate, n):
     pair.check(pair.device.gelu_backward(dy, x, approximate), EXACT.gelu_backward(dy64, x64, approximate), slack=3)
 
 
-@pytest.mark.parametrize("n, f", [(0, 3), (1, 1), (30, 33)])
+@pytest.mark.parametrize("n, f", [(0, 3), (1, 1), (30, 33), (5, 144)])
 def test_swiglu(pair, n, f):
     (gate_up, gate_up64), (dy, dy64) = pair.make(n, 2 * f, spread=2), pair.make(n, f)
     pair.check(pair.device.swiglu(gate_up), EXACT.swiglu(gate_up64))
@@ -280,6 +293,27 @@ def test_adamw(pair, weight_decay):
     for got, expected in ((weight, weight64), (m, m64), (v, v64)):
         assert_allclose(pair.device.to_host(got), expected, rtol=1e-5, atol=1e-6)
     assert_array_equal(pair.device.to_host(copy), pair.device.to_host(weight).astype(pair.dtype))
+
+
+@pytest.mark.parametrize("keep", [0.0, 1.0, 0.9])
+def test_blend(pair, keep):
+    (out, out64), (x, x64) = pair.make(1003, dtype=pair.wide), pair.make(1003)
+    if keep == 0:
+        out.fill(np.nan)
+    pair.device.blend(out, x, keep, -0.3)
+    assert_allclose(pair.device.to_host(out), keep * out64 - 0.3 * x64, rtol=1e-6, atol=1e-6)
+    pair.device.blend(x, x, 0, 0.5)
+    assert_array_equal(pair.device.to_host(x).astype(np.float64), x64 / 2)
+
+
+def test_round_at_random_draws_the_same_bits_as_numpy(gpu):
+    values = np.random.default_rng(0).standard_normal(3001).astype(np.float32)
+    values[:4] = np.inf, -np.inf, 0, 1e-40
+    for start in (0, 70_000, (5 << 32) + 11):
+        expected, out = np.empty(3001, ml_dtypes.bfloat16), gpu.empty(3001, np.dtype(ml_dtypes.bfloat16))
+        EXACT.round_at_random(values.copy(), expected, (3, 0xFFFFFFFF), start)
+        gpu.round_at_random(gpu.from_host(values), out, (3, 0xFFFFFFFF), start)
+        assert_array_equal(gpu.to_host(out).view(np.uint16), expected.view(np.uint16))
 
 
 @pytest.mark.parametrize("size", [0, 1, 5003])

@@ -21,7 +21,7 @@ OPEN_ENDED = {"ndarray", "RawKernel"}  # their constructors take *args
 def test_every_name_and_argument_is_real(module):
     for name, ours in lazy_cupy.MODULES[module].items():
         real = NAMES[module][name]
-        if real["arguments"] is not None and name not in OPEN_ENDED:
+        if callable(ours) and real["arguments"] is not None and name not in OPEN_ENDED:
             assert set(arguments(ours)) <= set(real["arguments"]), f"{module}.{name}"
         if inspect.isclass(ours):
             for member in [member for member in vars(ours) if not member.startswith("_")]:

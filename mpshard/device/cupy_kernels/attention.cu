@@ -105,7 +105,7 @@ KERNEL attention(const T* qkv, const int* segments, T* y, A* lse, long long t, l
 
 // dots (b, h, t) = sums over a head of dy * y; one warp a position and head
 KERNEL attention_dots(const T* dy, const T* y, A* dots, long long t, long long heads, long long e, long long count) {
-    long long item = first() / 32;  // position * heads + head
+    long long item = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32;  // position * heads + head
     if (item >= count) return;
     A sum = 0;
     for (long long c = lane(); c < e; c += 32) sum += widen(dy[item * e + c]) * widen(y[item * e + c]);

@@ -5,10 +5,11 @@
 
 // cache (b, capacity, 2k e): keys and values of qkv (b, t, (h + 2k) e) go to positions past ... past + t - 1
 KERNEL cache_append(const T* qkv, T* cache, long long t, long long past, long long capacity, long long width,
-                    long long kept, long long size) {
-    EVERY(i, size) {  // size = b t kept, kept = 2k e
-        long long c = i % kept, position = i / kept % t, sequence = i / kept / t;
-        cache[(sequence * capacity + past + position) * kept + c] = qkv[(sequence * t + position) * width + width - kept + c];
+                    long long kept, long long rows) {
+    ROWS(row, rows) {  // rows = b t, kept = 2k e
+        const T* from = qkv + (row + 1) * width - kept;
+        T* to = cache + (row / t * capacity + past + row % t) * kept;
+        for (long long c = threadIdx.x; c < kept; c += blockDim.x) to[c] = from[c];
     }
 }
 

@@ -5,10 +5,15 @@ SHARED_MEMORY(shared);
 
 // out (n, d) = table (v, d)[ids]. An id outside the table makes a row of NaN: an error cannot be raised from here.
 KERNEL embedding(const long long* ids, const T* table, T* out, long long n, long long d, long long v) {
-    EVERY(i, n * d) {
-        long long id = ids[i / d];
-        if (id >= 0 && id < v) out[i] = table[id * d + i % d];
-        else narrow((A)__uint_as_float(0x7fffffffu), out[i]);
+    ROWS(row, n) {
+        long long id = ids[row];
+        bool known = id >= 0 && id < v;
+        columns(d, aligned(table, out), [&](long long c, auto width) {
+            Piece<T, decltype(width)::value> at;
+            EACH(j, width) narrow((A)__uint_as_float(0x7fffffffu), at.at[j]);
+            if (known) at = load(table + id * d + c, width);
+            save(out + row * d + c, at);
+        });
     }
 }
 
@@ -46,13 +51,22 @@ KERNEL embedding_backward(const T* dy, const long long* ids, U* out, long long n
 // j + half. cos, sin (n or t, half), U; row i takes line i % lines. inverse: the other way round.
 KERNEL rotary(T* qkv, const U* cosines, const U* sines, long long n, long long heads, long long half, long long width,
               long long lines, bool inverse) {
-    EVERY(i, n * heads * half) {
-        long long j = i % half, head = i / half % heads, row = i / half / heads;
-        T* at = qkv + row * width + head * 2 * half + j;
-        A c = (A)widen(cosines[row % lines * half + j]), s = (A)widen(sines[row % lines * half + j]);
-        A x = widen(at[0]), y = widen(at[half]);
-        if (inverse) s = -s;
-        narrow(x * c - y * s, at[0]);
-        narrow(y * c + x * s, at[half]);
+    ROWS(row, n) {
+        const U *c = cosines + row % lines * half, *s = sines + row % lines * half;
+        bool wide = aligned(qkv, cosines, sines) && half % WIDE == 0 && width % WIDE == 0;
+        columns(heads * half, wide, [&](long long i, auto width_of) {
+            int j = (int)i % (int)half;
+            T *low = qkv + row * width + (int)i / (int)half * 2 * half + j, *high = low + half;
+            auto x = load(low, width_of), y = load(high, width_of);
+            auto cosine = load(c + j, width_of), sine = load(s + j, width_of);
+            EACH(k, width_of) {
+                A a = widen(x.at[k]), b = widen(y.at[k]), by = (A)widen(cosine.at[k]), turn = (A)widen(sine.at[k]);
+                if (inverse) turn = -turn;
+                narrow(a * by - b * turn, x.at[k]);
+                narrow(b * by + a * turn, y.at[k]);
+            }
+            save(low, x);
+            save(high, y);
+        });
     }
 }

@@ -81,10 +81,35 @@ INLINE A larger(A x, A y) { return x > y ? x : y; }
 
 #define LOWEST (-1e30f)  // below every score; not an infinity, so that differences of two are numbers
 
-// -- indices ---------------------------------------------------------------------------------
-INLINE long long first() { return (long long)blockIdx.x * blockDim.x + threadIdx.x; }  // of a loop over all elements
-INLINE long long stride() { return (long long)gridDim.x * blockDim.x; }
-#define EVERY(i, n) for (long long i = first(); i < (n); i += stride())
+// -- walking through arrays ------------------------------------------------------------------
+// Memory is fast only with wide accesses, of 16 bytes at most; so where pointers and sizes allow it a thread takes WIDE
+// neighbours at a time. A body is written once for both: as a lambda that is told how many elements are its.
+#define WIDE (16 / (int)sizeof(T))
+
+template <int N> struct Width { enum { value = N }; };
+template <typename S, int N> struct alignas(sizeof(S) * N > 16 ? 16 : sizeof(S) * N) Piece { S at[N]; };
+
+template <typename S, int N> INLINE Piece<S, N> load(const S* from, Width<N>) { return *(const Piece<S, N>*)from; }
+template <typename S, int N> INLINE void save(S* to, const Piece<S, N>& piece) { *(Piece<S, N>*)to = piece; }
+template <typename... P> INLINE bool aligned(const P*... pointers) { return (((unsigned long long)pointers % 16 == 0) && ...); }
+#define EACH(j, width) _Pragma("unroll") for (int j = 0; j < decltype(width)::value; j++)
+
+// Elements 0 ... n - 1, shared by all threads of the grid: f(element, width).
+template <typename F> INLINE void every(long long n, bool wide, F f) {
+    long long start = (long long)blockIdx.x * blockDim.x + threadIdx.x, step = (long long)gridDim.x * blockDim.x;
+    long long pieces = wide ? n / WIDE : 0;
+    for (long long i = start; i < pieces; i += step) f(i * WIDE, Width<WIDE>());
+    for (long long i = pieces * WIDE + start; i < n; i += step) f(i, Width<1>());
+}
+
+// Columns 0 ... d - 1 of a row, shared by the threads of a block: f(column, width). Wide rows must begin on 16 bytes.
+template <typename F> INLINE void columns(long long d, bool wide, F f) {
+    if (wide && d % WIDE == 0)
+        for (long long c = threadIdx.x * WIDE; c < d; c += blockDim.x * WIDE) f(c, Width<WIDE>());
+    else
+        for (long long c = threadIdx.x; c < d; c += blockDim.x) f(c, Width<1>());
+}
+#define ROWS(row, rows) for (long long row = blockIdx.x; row < (rows); row += gridDim.x)
 
 // -- sums over a block -----------------------------------------------------------------------
 // Every thread gets the total. The order is fixed by the block's size alone. All threads must take part.

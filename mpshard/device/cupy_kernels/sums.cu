@@ -23,17 +23,20 @@ KERNEL column_sum(const T* x, A* partial, long long rows, long long d, long long
 
 // out (d), U, = or += the sum of the lines of partial (count, d)
 KERNEL column_sum_finish(const A* partial, U* out, long long count, long long d, bool accumulate) {
-    EVERY(c, d) {
+    every(d, false, [&](long long c, auto) {
         A sum = 0;
         for (long long line = 0; line < count; line++) sum += partial[line * d + c];
         narrow(accumulate ? (A)(widen(out[c]) + sum) : sum, out[c]);
-    }
+    });
 }
 
 // partial (gridDim.x), float64: sums of squares
 KERNEL square_sum(const T* x, double* partial, long long size) {
     double sum = 0;
-    EVERY(i, size) sum += (double)widen(x[i]) * (double)widen(x[i]);
+    every(size, aligned(x), [&](long long i, auto width) {
+        auto at = load(x + i, width);
+        EACH(j, width) sum += (double)widen(at.at[j]) * (double)widen(at.at[j]);
+    });
     sum = block_sum(sum);
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
