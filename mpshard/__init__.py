@@ -24,15 +24,18 @@ _HOMES = {
     "AdamW": "mpshard.optim",
     "GPT2Config": "mpshard.models",
     "LlamaConfig": "mpshard.models",
+    "LoraConfig": "mpshard.config",
     "Muon": "mpshard.optim",
     "SGD": "mpshard.optim",
     "Sampling": "mpshard.sample",
     "Saver": "mpshard.checkpoint",
     "Sharded": "mpshard.shard",
     "StepOutput": "mpshard.shard",
+    "add_adapters": "mpshard.nn",
     "generate": "mpshard.sample",
     "learning_rate": "mpshard.optim",
     "load_model": "mpshard.checkpoint",
+    "set_trainable": "mpshard.nn",
 }
 _ROOMS = ("autograd", "checkpoint", "comm", "config", "data", "device", "models", "nn", "observe", "optim", "shard")
 

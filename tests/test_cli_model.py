@@ -116,5 +116,5 @@ def test_tokenize_then_train(folder: Path) -> None:
 def test_what_cannot_be_is_one_line_and_status_2(folder: Path, args: tuple[str, ...], words: str) -> None:
     result = mpshard(2, folder, *args)
     assert result.returncode == 2 and not result.stdout.strip("\n"), result.report()
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("mpshard: ") and words in line
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("mpshard: "))  # Open MPI adds its own
+    assert words in line and "Traceback" not in result.stderr

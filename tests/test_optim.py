@@ -12,7 +12,7 @@ import pytest
 from mpshard.autograd.tensor import Parameter
 from mpshard.device import Kind, open_device
 from mpshard.optim import AdamW, clip_factor, decays, learning_rate
-from mpshard.optim.moments import BF16, round_at_random
+from mpshard.optim.moments import BF16
 from mpshard.optim.muon import cost
 from mpshard.optim.owners import owners, routes
 from mpshard.shard.layout import lay_out
@@ -163,22 +163,22 @@ def test_rounding_at_random_is_right_on_average_and_exact_where_it_can_be():
     device, n = open_device("numpy"), 1 << 16
     value = np.float32(1 + 1 / 128 * 0.3)  # bfloat16 has 1 and 1 + 1/128 about it
     out = np.empty(n, BF16)
-    round_at_random(device, np.full(n, value), out, (1, 2), 0)
+    device.round_at_random(np.full(n, value), out, (1, 2), 0)
     found = out.astype(np.float64)
     assert set(found) == {1.0, 1 + 1 / 128}
     assert found.mean() == pytest.approx(float(value), abs=5 / 128 / 2 / math.sqrt(n))  # five standard deviations
     exact = np.array([0.0, -1.5, 2.0**-120, np.inf, -np.inf], np.float32)
     short = np.empty(5, BF16)
-    round_at_random(device, exact.copy(), short, (3, 4), 7)
+    device.round_at_random(exact.copy(), short, (3, 4), 7)
     np.testing.assert_array_equal(short.astype(np.float32), exact)
 
 
 def test_rounding_is_a_function_of_the_element():
     device, values = open_device("numpy"), np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     whole, parts = np.empty(1000, BF16), np.empty(1000, BF16)
-    round_at_random(device, values.copy(), whole, (5, 6), 0)
+    device.round_at_random(values.copy(), whole, (5, 6), 0)
     for start, stop in ((0, 300), (300, 301), (301, 1000)):
-        round_at_random(device, values[start:stop].copy(), parts[start:stop], (5, 6), start)
+        device.round_at_random(values[start:stop].copy(), parts[start:stop], (5, 6), start)
     np.testing.assert_array_equal(whole.view(np.uint16), parts.view(np.uint16))
 
 

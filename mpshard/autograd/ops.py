@@ -88,8 +88,11 @@ def low_rank(tape: Tape, x: Tensor, y: Tensor, adapters: list[tuple[slice, Adapt
     for place, adapter in adapters:
         key = tape.random_key() if adapter.dropout and tape.training else None
         inner = tape.device.matmul(_dropped(tape, rows(x.data), adapter, key), adapter.a.data.T)  # (n, r)
-        inner *= adapter.scale
-        out[:, place] += tape.device.matmul(inner, adapter.b.data.T)
+        tape.device.blend(inner, inner, 0, adapter.scale)
+        columns = _columns(tape, out, place)
+        tape.device.matmul(inner, adapter.b.data.T, out=columns, accumulate=True)
+        if columns is not out:
+            out[:, place] = columns
         saved.append((place, adapter, key, inner))
     result = tape.record(y.data, low_rank_backward, x, y, saved)
     y.data = None  # the sum is in its place
@@ -103,7 +106,7 @@ def low_rank_backward(tape: Tape, dy: Array, x: Tensor, y: Tensor, saved: list[t
         if target is not None:
             tape.device.matmul(dy_part.T, inner, out=target, accumulate=accumulate)
         dinner = tape.device.matmul(dy_part, adapter.b.data)
-        dinner *= adapter.scale
+        tape.device.blend(dinner, dinner, 0, adapter.scale)
         target, accumulate = adapter.a.grad_target()
         if target is not None:
             tape.device.matmul(dinner.T, _dropped(tape, rows(x.data), adapter, key), out=target, accumulate=accumulate)
@@ -119,8 +122,8 @@ def _dropped(tape: Tape, x: Array, adapter: Adapter, key: tuple[int, int] | None
 
 
 def _columns(tape: Tape, dy: Array, place: slice) -> Array:
-    """dy (n, o) of some of the outputs; contiguous."""
-    if place == slice(None):
+    """dy (n, o) of some of the outputs; contiguous, a copy unless it is all of them."""
+    if place in (slice(None), slice(0, dy.shape[1])):
         return dy
     part = tape.device.empty((len(dy), place.stop - place.start), dy.dtype)
     part[...] = dy[:, place]

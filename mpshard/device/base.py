@@ -217,6 +217,17 @@ class Device(Protocol):
         (decay first, bias corrections from `step`, counted from 1). The gradient enters times `gradient_scale`.
         """
 
+    def blend(self, out: Array, x: Array, keep: float, share: float) -> None:
+        """out = keep * out + share * x, in place, one shape; x may be `out`. With keep 0 its old content is ignored."""
+
+    def round_at_random(self, x: Array, out: Array, key: tuple[int, int], start: int) -> None:
+        """x (n,) float32 to out (n,) bfloat16; what lies between two goes to either, so that it is right on average.
+
+        16 random bits are added below those that stay, and what is below them is cut off: a function of (key, start +
+        index) alone, from `dropout`'s generator. The range must not cross a multiple of 2^32. Gupta et al. 2015
+        (arXiv:1502.02551), section 3. x may be overwritten.
+        """
+
     def cast(self, x: Array, out: Array) -> None:
         """out = x in out's dtype, same shape; rounded to the nearest, ties to even, overflow to infinity."""
 

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from mpshard.device.numpy_memory import NumpyMemory, block_rows, blocks, flat
+from mpshard.device.numpy_random import random_words
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -42,6 +43,30 @@ class UpdateKernels(NumpyMemory):
             if weight_decay:
                 w *= 1 - lr * weight_decay
             w -= s
+
+    def blend(self, out: np.ndarray, x: np.ndarray, keep: float, share: float) -> None:
+        if keep == 0:
+            np.multiply(x, share, out=out)
+            return
+        out1, x1 = flat(out), flat(x)
+        scratch = self.empty(block_rows(out.size, out.itemsize), out.dtype)
+        for block in blocks(out.size, out.itemsize):
+            added = np.multiply(x1[block], share, out=scratch[: block.stop - block.start])
+            if keep != 1:
+                out1[block] *= keep
+            out1[block] += added
+
+    def round_at_random(self, x: np.ndarray, out: np.ndarray, key: tuple[int, int], start: int) -> None:
+        bits, words = x.view(np.uint32), out.view(np.uint16)
+        rows = block_rows(x.size, 4)
+        counter = np.arange(rows, dtype=np.uint32)
+        noise, scratch = self.empty((2, rows), np.uint32)
+        for block in blocks(x.size, 4):
+            count = block.stop - block.start
+            random_words(key, start + block.start, counter[:count], noise[:count], scratch[:count])
+            noise[:count] >>= 16
+            noise[:count] += bits[block]  # infinity stays what it is: its lower 16 bits are zero, nothing is carried
+            np.right_shift(noise[:count], 16, out=words[block], casting="unsafe")
 
     def sum_of_squares(self, x: np.ndarray) -> float:
         # BLAS sums a block in its own precision, to 1e-7; only where float32 has not the range is it done in float64.

@@ -12,7 +12,7 @@ from mpshard.device.base import Array, Kind
 if TYPE_CHECKING:
     from mpshard.shard.sharded import Sharded
 
-BLOCK = 1 << 16  # elements treated at a time
+BLOCK = 1 << 20  # elements exchanged at a time
 
 
 class Average:
@@ -37,12 +37,9 @@ class Average:
 
     def update(self, step: int) -> None:
         """Take in the weights of step `step`, counted from 1."""
-        share = 1.0 if step == 1 else 1 - self.decay
-        for average, weights, scratch in self._blocks():
-            scratch[...] = weights
-            scratch -= average
-            scratch *= share
-            average += scratch
+        keep = self.decay if step > 1 else 0.0
+        for name, average in self.slices.items():
+            self.sharded.device.blend(average, self.sharded.units[name].shard, keep, 1 - keep)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -54,17 +51,12 @@ class Average:
             self._swap()
 
     def _swap(self) -> None:
-        for average, weights, scratch in self._blocks():
-            scratch[...] = weights
-            weights[...] = average
-            average[...] = scratch
-        self.sharded.publish()
-
-    def _blocks(self) -> Iterator[tuple[Array, Array, Array]]:
-        """(average, weights, scratch), block by block."""
         for name, average in self.slices.items():
             weights = self.sharded.units[name].shard
-            scratch = self.sharded.device.empty(min(BLOCK, average.size), average.dtype, Kind.STAGING)
             for start in range(0, average.size, BLOCK):
                 block = slice(start, min(start + BLOCK, average.size))
-                yield average[block], weights[block], scratch[: block.stop - start]
+                kept = self.sharded.device.empty(block.stop - start, average.dtype, Kind.STAGING)
+                kept[...] = weights[block]
+                weights[block] = average[block]
+                average[block] = kept
+        self.sharded.publish()

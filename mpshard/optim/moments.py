@@ -1,9 +1,9 @@
 """An optimizer's memory of past gradients, on this rank's slice: in the masters' precision, or in 16 bits.
 
 Note on 16 bits. A moment changes by a small part of itself a step, less than bfloat16 resolves (2^-8), so rounding to the
-nearest would leave it where it is. Rounded at random, up with the probability of the remainder, it is right on average
-(Gupta et al. 2015, arXiv:1502.02551). The random numbers are a function of (seed, parameter, kind, step, element) alone:
-the cut over the ranks makes no difference, and a resumed run goes on with the same bits.
+nearest would leave it where it is. Rounded at random (`Device.round_at_random`) it is right on average. The random
+numbers are a function of (seed, parameter, kind, step, element) alone: the cut over the ranks makes no difference, and a
+resumed run goes on with the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import ml_dtypes
 import numpy as np
 
 from mpshard.device.base import Array, Device, Kind
-from mpshard.device.numpy_random import spread_key
 from mpshard.shard.layout import Segment
 
 BLOCK = 1 << 16  # elements treated at a time; divides 2^32, so that an element's number in a block has one upper half
@@ -73,7 +72,7 @@ class Moments:
                     self.device.cast(short, values)
                 yield Run(block.slice, self._place(block), self.decayed[s.name]), wide
                 for key, values, short in zip(keys, wide, kept, strict=True):
-                    round_at_random(self.device, values, short, key, block.start)
+                    self.device.round_at_random(values, short, key, block.start)
 
     def _place(self, s: Segment) -> slice:
         first = self.starts[s.name] + s.start
@@ -95,30 +94,3 @@ def _runs(runs: Sequence[Run]) -> list[Run]:
 def _key(seed: int, name: str, kind: str, step: int) -> tuple[int, int]:
     digest = hashlib.blake2b(f"{seed}/{name}/{kind}/{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
-
-
-def round_at_random(device: Device, values: Array, out: Array, key: tuple[int, int], start: int) -> None:
-    """values (n,) float32, elements start ... of a parameter, to out (n,) bfloat16; what is between two goes to either.
-
-    16 random bits are added below those that stay, and what is below them is cut off. Ranges must not cross a multiple of
-    2^32. Overwrites `values`. The words are those of `mpshard.device.numpy_random`.
-    """
-    xp, (a, b) = device.xp, spread_key(key, start >> 32)
-    words = xp.arange(values.size, dtype=np.uint32)
-    words += np.uint32(start & 0xFFFFFFFF)
-    words ^= np.uint32(a)
-    _mix(words)
-    words += np.uint32(b)
-    _mix(words)
-    words >>= np.uint32(16)
-    bits = values.view(np.uint32)
-    bits += words  # infinity stays what it is: its lower 16 bits are zero, nothing is carried
-    bits >>= np.uint32(16)
-    out.view(np.uint16)[...] = bits
-
-
-def _mix(x: Array) -> None:
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x ^= x >> np.uint32(shift)
-        x *= np.uint32(factor)
-    x ^= x >> np.uint32(16)

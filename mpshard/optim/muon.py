@@ -44,18 +44,22 @@ def orthogonalise(device: Device, x: Array) -> Array:
     a, b, c = COEFFICIENTS
     tall = x.shape[0] > x.shape[1]
     if tall:  # the square is the smaller one
-        x = device.xp.ascontiguousarray(x.T)
-    x *= 1 / (math.sqrt(device.sum_of_squares(x.reshape(-1))) + 1e-7)
+        x = _turned(device, x)
+    device.blend(x, x, 0, 1 / (math.sqrt(device.read([device.sum_of_squares(x.reshape(-1))])[0]) + 1e-7))
     for _ in range(ITERATIONS):
         square = device.matmul(x, x.T)
         polynomial = device.matmul(square, square)
-        polynomial *= c
-        square *= b
-        polynomial += square
+        device.blend(polynomial, square, c, b)
         product = device.matmul(polynomial, x)
-        x *= a
-        x += product
-    return device.xp.ascontiguousarray(x.T) if tall else x
+        device.blend(x, product, a, 1)
+    return _turned(device, x) if tall else x
+
+
+def _turned(device: Device, x: Array) -> Array:
+    """The transpose, in memory of its own."""
+    out = device.empty(x.shape[::-1], x.dtype, Kind.STAGING)
+    out[...] = x.T
+    return out
 
 
 def update_scale(outputs: int, inputs: int, choice: str) -> float:
@@ -110,18 +114,13 @@ class Muon(AdamW):
 
     def update_all(self, scale: float) -> None:
         super().update_all(scale)
-        updates = {}
-        for name, matrix in self.owners.collect(self._directions(scale)).items():
-            updates[name] = orthogonalise(self.sharded.device, matrix)
-            updates[name] *= self.factors[name]
-        parts, rate = self.owners.spread(updates), self.lr * self.lr_factor
+        device, rate = self.sharded.device, self.lr * self.lr_factor
+        parts = self.owners.spread({name: orthogonalise(device, matrix)
+                                    for name, matrix in self.owners.collect(self._directions(scale)).items()})
         for unit_name, moments in self.buffers.items():
             for s in moments.segments:
-                weight, update = self.sharded.units[unit_name].shard[s.slice], parts[s.name]
-                if self.decayed[s.name]:
-                    weight *= 1 - rate * self.weight_decay
-                update *= rate
-                weight -= update
+                keep = 1 - rate * self.weight_decay if self.decayed[s.name] else 1.0
+                device.blend(self.sharded.units[unit_name].shard[s.slice], parts[s.name], keep, -rate * self.factors[s.name])
 
     def _directions(self, scale: float) -> dict[str, Array]:
         """Momentum takes in the gradient. {matrix: what is to be made orthogonal, this rank's elements, flat}."""
@@ -130,11 +129,10 @@ class Muon(AdamW):
             unit = self.sharded.units[name]
             ahead = self.sharded.device.empty(unit.shard.size, unit.dtype, Kind.STAGING)
             for run, (buffer,) in moments.visit(self.steps):
-                gradient = ahead[run.where]
-                gradient[...] = unit.gradient[run.where]
-                gradient *= scale * (1 - self.momentum)
-                buffer *= self.momentum
-                buffer += gradient
-                gradient += self.momentum * buffer  # Nesterov: the gradient again, as if the next one were the same
+                gradient, share = unit.gradient[run.where], scale * (1 - self.momentum)
+                self.sharded.device.blend(buffer, gradient, self.momentum, share)
+                ahead[run.where] = buffer
+                # Nesterov: the gradient again, as if the next one were the same.
+                self.sharded.device.blend(ahead[run.where], gradient, self.momentum, share)
             found |= {s.name: ahead[s.slice] for s in moments.segments}
         return found

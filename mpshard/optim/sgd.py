@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpshard.device.base import Array
 from mpshard.optim.base import Optimizer
-from mpshard.optim.moments import BLOCK, Run
+from mpshard.optim.moments import Run
 
 if TYPE_CHECKING:
     from mpshard.shard.sharded import Sharded
@@ -28,19 +28,10 @@ class SGD(Optimizer):
         super().__init__(sharded, lr, weight_decay, clip_grad_norm, no_decay, moments, ema)
 
     def update(self, weight: Array, gradient: Array, moments: Sequence[Array], run: Run, scale: float) -> None:
-        scratch = self.sharded.device.empty(min(BLOCK, weight.size), weight.dtype)
-        keep = 1 - self.lr * self.decay_of(run)
-        for start in range(0, weight.size, BLOCK):
-            block = slice(start, min(start + BLOCK, weight.size))
-            w, s = weight[block], scratch[: block.stop - start]
-            s[...] = gradient[block]
-            s *= scale
-            for velocity in moments:  # one, or with momentum 0 none
-                v = velocity[block]
-                v *= self.momentum
-                v += s
-                s[...] = v
-            s *= self.lr
-            if keep != 1:
-                w *= keep
-            w -= s
+        device, keep = self.sharded.device, 1 - self.lr * self.decay_of(run)
+        if not moments:
+            device.blend(weight, gradient, keep, -self.lr * scale)
+            return
+        velocity, = moments
+        device.blend(velocity, gradient, self.momentum, scale)
+        device.blend(weight, velocity, keep, -self.lr)

@@ -120,6 +120,20 @@ def test_adamw_of_nothing(device):
     device.adamw(nothing, nothing, nothing, nothing, **SETTINGS, step=1, gradient_scale=1.0)
 
 
+@pytest.mark.parametrize("keep", [0.0, 1.0, 0.9])
+@pytest.mark.parametrize("size", [0, 1, 100_003])
+def test_blend(device, random, keep, size):
+    out, x = random.standard_normal((2, size))
+    expected = keep * out + 0.3 * x
+    if keep == 0:
+        out.fill(np.nan)  # not read
+    x.flags.writeable = False
+    device.blend(out, x, keep, 0.3)
+    assert_allclose(out, expected, rtol=1e-14)
+    device.blend(out, out, keep, 0.5)
+    assert_allclose(out, (keep + 0.5) * expected, rtol=1e-14)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [0, 1, 100_003])
 def test_sum_of_squares(device, random, dtype, size):
