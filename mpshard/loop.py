@@ -172,8 +172,8 @@ class Loop:
             "exposed": -output.counters.hidden_fraction, "work": step_s - wait, "wait": wait, "asked": self.preemption.asked}
         everyone = dict(zip(own, collectives.gather_all(self.comm, np.array([*own.values()], np.float64)).T, strict=True))
         most = {name: float(values.max()) for name, values in everyone.items()}
-        record: dict[str, Any] = {"step": self.step, "loss": output.loss, "grad_norm": output.grad_norm, "lr": self.optim.lr, "tokens": output.tokens,
-                  "step_s": most["step_s"], "tokens_per_s": output.tokens / most["step_s"]}
+        record: dict[str, Any] = {"step": self.step, "loss": output.loss, "grad_norm": output.grad_norm, "lr": self.optim.lr,
+                                  "tokens": output.tokens, "step_s": most["step_s"], "tokens_per_s": output.tokens / most["step_s"]}
         record |= {name: most[name] for name in ("forward_s", "backward_s", "optim_s", "gather_wait_s", "reduce_wait_s")}
         record |= {"hidden_fraction": -most["exposed"]}
         record |= {name: int(most[name]) for name in ("bytes_gathered", "bytes_reduced", "peak_bytes")}
