@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,10 @@ def plan(model: Model, options: Options, ranks: int, micro_batches: int = 1, *, 
     evaluates: the run also executes the forward program, whose buffers may be others. on_host: False for a GPU, whose
     programs lag and which computes in 16 bits where weights arrive so.
     """
-    count = Count(options, topology(options, ranks, ranks_on_node), on_host)
+    topo = topology(options, ranks, ranks_on_node)
+    if not on_host:  # nobody shares a GPU's memory; a single rank's unit lies whole in its slice
+        topo = replace(topo, shares_memory=ranks == 1)
+    count = Count(options, topo, on_host)
     groups = group(model, options.unit)
     layouts = {g.name: lay_out([(p.name, p.shape) for p in g.parameters], 1 if options.replicated else ranks) for g in groups}
     stages, lag = stages_of(model, groups), 0 if on_host else 1

@@ -12,6 +12,7 @@ from mpshard.comm import staged
 from mpshard.config import ConfigError
 from mpshard.device import Kind, open_device
 from mpshard.optim import AdamW
+from mpshard.plan import plan
 from mpshard.shard.precision import DTYPES, Precision
 from mpshard.shard.schedule import Finish, Reduce
 from tests import golden
@@ -105,20 +106,21 @@ def test_a_scale_that_overflows_is_halved_on_all_ranks(comm, device):
     assert sharded.loss_scale.value == 2.0**14
 
 
-def test_memory_is_what_the_program_says(comm, device):
+@pytest.mark.parametrize("precision", [Precision(), Precision("bf16", reduce="bf16"), Precision("bf16")], ids=str)
+def test_memory_is_what_the_plan_says(comm, device, precision):
+    """To the byte, for all that lasts; staging holds what comes from all ranks for each reduce under way."""
     device.memory.reset_peak()
-    _, sharded, _ = run("gpt2", comm, device, 2, 12 // comm.size, transport="staged")
-    prepared = sharded._program(1)
-    slices = sum(unit.layout.shard_size for unit in sharded.units.values())
-    held = {Kind.PARAMETER: slices, Kind.GRADIENT: slices,
-            Kind.GATHERED: sum(prepared.full.sizes) if comm.size > 1 else 0, Kind.FULL_GRADIENT: sum(prepared.gradients.sizes)}
-    for kind, elements in held.items():
-        assert device.memory.current(kind) == device.memory.peak(kind) == 4 * elements, kind
+    _, sharded, _ = run("gpt2", comm, device, 2, 12 // comm.size, transport="staged", precision=precision)
+    planned = plan(sharded.model, sharded.options, comm.size, 1, rank=comm.rank, on_host=False)
+    assert planned.program == sharded.program(1)
+    for kind, nbytes in planned.bytes.items():
+        assert device.memory.peak(kind) == nbytes, kind
     largest, flying, most = max(unit.layout.padded_size for unit in sharded.units.values()), 0, 0
-    for instruction in prepared.program:
+    for instruction in planned.program:
         flying += isinstance(instruction, Reduce) - isinstance(instruction, Finish)
         most = max(most, flying)
-    assert device.memory.peak(Kind.STAGING) <= (most * 4 * largest if comm.size > 1 else 0)
+    staging = most * DTYPES[precision.reduce].itemsize * largest if comm.size > 1 else 0
+    assert device.memory.peak(Kind.STAGING) <= staging
 
 
 def test_evaluation_and_logits(comm, device):
