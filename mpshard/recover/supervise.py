@@ -45,6 +45,11 @@ class Attempt:
     said: tuple[str, ...]
     asked: int = 0
 
+    @property
+    def refused(self) -> bool:
+        """Whether the user must change something. (A status of 2 alone may be MPICH's word for a rank ended by signal 2.)"""
+        return self.status == REFUSED and any(line.startswith("mpshard: ") for line in self.said)
+
 
 def supervise(n: int, hosts: str, words: Sequence[str], max_restarts: int) -> int:
     """Run `mpshard WORDS` (a train command) on `n` ranks until it is done, cannot go on, or asks to be requeued; the exit
@@ -61,7 +66,7 @@ def supervise(n: int, hosts: str, words: Sequence[str], max_restarts: int) -> in
         if (folder / "done.json").exists():
             return 0
         reason = f"status {attempt.status}: {cause(attempt.said)}"
-        if attempt.status in (REQUEUE, REFUSED) or attempt.asked:
+        if attempt.status == REQUEUE or attempt.refused or attempt.asked:
             return attempt.status or 128 + attempt.asked
         if last_event(folder) == "stop":
             return attempt.status or 1

@@ -133,7 +133,7 @@ class Jobs:
             link.symlink_to(f"step-{self.step:08}")
         if done:
             (self.folder / "done.json").touch()
-        return supervise.Attempt(status, ("[rank 0 of 2] ValueError: boom",))
+        return supervise.Attempt(abs(status), ("mpshard: wrong" if status == 2 else "[rank 0 of 2] ValueError: boom",))
 
 
 @pytest.mark.parametrize(("ends", "restarts", "status", "said"), [
@@ -147,6 +147,7 @@ class Jobs:
     ([(9, 5, True)], 9, 0, ""),  # nor is that: all was done
     ([(75, 5, False)], 9, 75, ""),
     ([(2, 0, False)], 9, 2, ""),
+    ([(-2, 5, False), (0, 5, True)], 9, 0, "ended with status 2"),  # MPICH's word for SIGINT
     ([(1, 5, False)], 0, 1, "ended with status 1"),
 ])
 def test_restarts(tmp_path, monkeypatch, capsys, ends, restarts, status, said):
