@@ -263,6 +263,12 @@ class Accelerator(Device, Protocol):
     def wait(self, event: Event) -> None:
         """Arithmetic issued from now on runs after the event. The host does not wait."""
 
+    def mark(self) -> Event:
+        """As `record`, for `seconds`."""
+
+    def seconds(self, start: Event, end: Event) -> float:
+        """What the device's arithmetic took, or stood still, between two marks that are both done."""
+
     def pinned(self, nbytes: int) -> Any:
         """Host memory that the device copies to and from, as a NumPy array of bytes. Not in the account."""
 

@@ -191,6 +191,14 @@ class CupyMemory:
     def wait(self, event: Any) -> None:
         self.compute.wait_event(event)
 
+    def mark(self) -> Any:
+        event = cupy.cuda.Event()
+        event.record(self.compute)
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return cupy.cuda.get_elapsed_time(start, end) / 1000
+
     def _record(self, stream: Any) -> Any:
         event = cupy.cuda.Event(disable_timing=True)
         event.record(stream)

@@ -35,6 +35,7 @@ class Counters:
     """What one run of a program took on this rank: seconds, and bytes of messages.
 
     `*_wait_s`: compute stood still for communication. `in_flight_s`: communications were under way, waited for or not.
+    On a device, compute is the device's: see `Engine.settle`.
     """
 
     forward_s: float = 0.0
@@ -155,6 +156,7 @@ class Engine:
         """
         self.batches, self.keys, self.prepared = batches, keys, prepared
         self.counters = Counters()
+        self.spans: list[tuple[str, Any, Any]] = []  # on a device: what its time between two marks was spent on
         self.tapes: dict[tuple[str, int], tuple[Tape, Tensor | None, Tensor]] = {}  # (stage, micro-batch): tape, input, output
         self.stream: dict[int, Tensor] = {}  # what flows between stages: activations forward, then gradients backward
         self.outputs: list[Tensor] = []
@@ -188,8 +190,27 @@ class Engine:
         slices = next(iter(self.units.values())).layout.world
         return [self.wire.size(size // slices) * slices for size in sizes]
 
+    def settle(self) -> Counters:
+        """The counters of the last run. On a device its own times replace the host's, which only issued the work: to be
+        asked when the device has done it."""
+        if self.spans:
+            self.counters.forward_s = self.counters.backward_s = self.counters.gather_wait_s = self.counters.reduce_wait_s = 0.0
+        for name, start, end in self.spans:
+            setattr(self.counters, name, getattr(self.counters, name) + self.device.seconds(start, end))
+        self.spans = []
+        return self.counters
+
+    def _mark(self) -> Any:
+        """A point in the device's work; None where the host computes, and its clock says all."""
+        return None if self.device.on_host else self.device.mark()
+
+    def _span(self, name: str, start: Any) -> None:
+        """The device's time from `start` to here counts as `name`."""
+        if start is not None:
+            self.spans.append((name, start, self.device.mark()))
+
     def _wait_for(self, units: Sequence[str]) -> float:
-        waited_here = 0.0
+        waited_here, mark = 0.0, self._mark()
         for name in units:
             self.waits_for = f"Gather {name}"
             waited, in_flight = self.units[name].wait_full()
@@ -197,12 +218,13 @@ class Engine:
             self.counters.in_flight_s += in_flight
             waited_here += waited
         self.counters.gather_wait_s += waited_here
+        self._span("gather_wait_s", mark)
         return waited_here
 
     def _forward(self, instruction: Forward) -> None:
         start = time.perf_counter()
         name, mb = instruction.stage, instruction.micro_batch
-        waited = self._wait_for(self.stages[name].reads)
+        waited, mark = self._wait_for(self.stages[name].reads), self._mark()
         trained = bool(self.keys) and name in self.trained
         tape = self._tape(name, mb, recording=trained and name not in self.recomputed)
         x = self.stream.pop(mb, None)
@@ -218,6 +240,7 @@ class Engine:
         else:
             self.stream[mb] = y
         self.counters.forward_s += time.perf_counter() - start - waited
+        self._span("forward_s", mark)
 
     def _tape(self, name: str, mb: int, recording: bool) -> Tape:
         key = (*self.keys[mb], name) if self.keys else ()
@@ -226,7 +249,7 @@ class Engine:
     def _backward(self, instruction: Backward) -> None:
         start = time.perf_counter()
         name, mb = instruction.stage, instruction.micro_batch
-        waited = self._wait_for(self.stages[name].backward_reads)
+        waited, mark = self._wait_for(self.stages[name].backward_reads), self._mark()
         for unit in self.stages[name].gradients:
             if not self.units[unit].gradients.is_open:
                 slot = self.gradient_of[self.prepared.gradients.taken[unit, mb]]
@@ -249,6 +272,7 @@ class Engine:
         for unit in self.stages[name].gradients:
             self.units[unit].gradients.written()
         self.counters.backward_s += time.perf_counter() - start - waited
+        self._span("backward_s", mark)
 
     def _free(self, instruction: Free) -> None:
         self.units[instruction.unit].free(instruction.keep)
@@ -258,8 +282,9 @@ class Engine:
 
     def _finish(self, instruction: Finish) -> None:
         gradients = self.units[instruction.unit].gradients
-        self.waits_for = f"Reduce {instruction.unit}"
+        self.waits_for, mark = f"Reduce {instruction.unit}", self._mark()
         waited, in_flight = gradients.finish()
+        self._span("reduce_wait_s", mark)  # with the sum over what came from all ranks
         self.waits_for = ""
         self.counters.reduce_wait_s += waited
         self.counters.in_flight_s += in_flight

@@ -142,12 +142,12 @@ class Sharded:
         for unit in self._learning:
             unit.gradients.begin()
         scale = self.engine.loss_scale = self.loss_scale.value if self.loss_scale is not None else 1.0
-        losses, counters = self.engine.run(self._program(len(micro)), micro, keys)
+        losses, _ = self.engine.run(self._program(len(micro)), micro, keys)
         self.steps += 1
         loss, tokens, squares = self._totals([loss.value for loss in losses], np.count_nonzero(targets != self.ignore_index))
         if tokens == 0:
             raise ValueError(f"the step has no valid token: every target is ignore_index={self.ignore_index}")
-        self.last = StepOutput(loss / tokens, int(tokens), math.sqrt(squares) / scale / tokens, scale, counters)
+        self.last = StepOutput(loss / tokens, int(tokens), math.sqrt(squares) / scale / tokens, scale, self.engine.settle())
         return self.last
 
     def _totals(self, losses: list[float], tokens: int) -> tuple[float, float, float]:

@@ -77,7 +77,7 @@ class Stream:
 class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self._stream: Stream | None = None
-        self._number, self._asked = 0, 0
+        self._number, self._asked, self._timed = 0, 0, not disable_timing
 
     def record(self, stream: Stream | None = None) -> None:
         if stream is None:
@@ -98,6 +98,14 @@ class Event:
                 return False
             self.synchronize()
         return True
+
+
+def get_elapsed_time(start_event: Event, end_event: Event) -> float:
+    """Milliseconds; here one for each piece of work between the two."""
+    for event in (start_event, end_event):
+        if not event._timed or event._stream is None or any(work.number <= event._number for work in event._stream._queue):
+            raise RuntimeError("an event that was not made for timing, or is not done")
+    return float(end_event._number - start_event._number)
 
 
 def stream_of_work(stream: Stream | None = None) -> Stream:

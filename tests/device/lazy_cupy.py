@@ -39,6 +39,7 @@ from tests.device.lazy_arrays import (
     alloc_pinned_memory,
     at,
     concatenate,
+    get_elapsed_time,
     ndarray,
     stream_of_work,
 )
@@ -162,7 +163,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "cupy": {"ndarray": ndarray, "concatenate": concatenate, "RawModule": RawModule, "RawKernel": RawKernel,
              "get_default_memory_pool": get_default_memory_pool},
     "cupy.cuda": {"Stream": Stream, "Event": Event, "Device": Device, "MemoryPool": MemoryPool, "MemoryPointer": MemoryPointer,
-                  "UnownedMemory": UnownedMemory, "alloc_pinned_memory": alloc_pinned_memory},
+                  "UnownedMemory": UnownedMemory, "alloc_pinned_memory": alloc_pinned_memory,
+                  "get_elapsed_time": get_elapsed_time},
     "cupy.cuda.runtime": {"is_hip": False, "getDeviceCount": getDeviceCount, "getDeviceProperties": getDeviceProperties},
     "cupy.cuda.device": {"get_cublas_handle": get_cublas_handle},
     "cupy_backends": {}, "cupy_backends.cuda": {}, "cupy_backends.cuda.libs": {},

@@ -123,6 +123,16 @@ def test_memory_is_what_the_plan_says(comm, device, precision):
     assert device.memory.peak(Kind.STAGING) <= staging
 
 
+def test_the_devices_own_times_are_counted(comm, device):
+    """On the stand-in a piece of work takes a millisecond, whatever the host's clock says."""
+    _, _, outputs = run("gpt2", comm, device, 2, 12 // comm.size, transport="staged")
+    for output in outputs:
+        c = output.counters
+        assert all(round(1000 * seconds) == 1000 * seconds for seconds in (c.forward_s, c.backward_s))
+        assert c.backward_s > c.forward_s > 0 and c.reduce_wait_s > 0
+        assert 0 <= c.gather_wait_s < c.forward_s  # the wait for a copy's event, no kernel
+
+
 def test_evaluation_and_logits(comm, device):
     reference, sharded, _ = run("llama", comm, device, 0)
     loss, tokens = sharded.evaluate([deal(reference.inputs[0], reference.targets[0], 12 // comm.size, comm.rank, comm.size)
