@@ -63,8 +63,8 @@ class AttentionKernels(CupyMemory):
         if rows and kept:
             args = (qkv, cache, shape.t, past, capacity, width, kept, rows)
             self.launch("cache_append", (min(rows, 1 << 16),), 128, args, qkv.dtype)
-            args = (qkv, cache, y, shape.t, past, capacity, heads, kv_heads, shape.e, float(scale))
-            self.launch("cached_attention", (shape.t, heads, shape.b), 128, args, qkv.dtype)
+            inputs = (qkv, cache, y, shape.t, past, capacity, heads, kv_heads, shape.e, float(scale))
+            self.launch("cached_attention", (shape.t, heads, shape.b), 128, inputs, qkv.dtype)
         return y
 
 

@@ -263,13 +263,13 @@ class CupyDevice(AttentionKernels, CupyMemory):
         return out.reshape(())
 
     def ordered_sum(self, parts: Sequence[Array], out: Array, accumulate: bool) -> None:
+        matrix: Array = parts
         if isinstance(parts, list | tuple):  # the kernel wants one matrix
-            together = self.empty((len(parts), out.size), parts[0].dtype)
-            for line, part in zip(together, parts, strict=True):
+            matrix = self.empty((len(parts), out.size), parts[0].dtype)
+            for line, part in zip(matrix, parts, strict=True):
                 line[...] = part
-            parts = together
-        args = (parts, out, len(parts), out.size, accumulate)
-        self._elementwise("ordered_sum", out.size, args, out.dtype, parts.dtype)
+        args = (matrix, out, len(matrix), out.size, accumulate)
+        self._elementwise("ordered_sum", out.size, args, out.dtype, matrix.dtype)
 
     def _rows(self, kernel: str, rows: int, d: int, arrays: tuple[Any, ...], *types: Any, more: tuple[Any, ...] = ()) -> None:
         """Launch a kernel whose blocks take rows of d elements in turn."""

@@ -22,7 +22,7 @@ import cupy
 import numpy as np
 
 from mpshard.device import cupy_source
-from mpshard.device.base import Array, Kind
+from mpshard.device.base import Array, Kind, Memory
 
 UPLOAD = 1 << 20  # bytes: smaller arrays go through pinned memory without waiting; larger ones come once, at the start
 SHARED_LIMIT = 48 << 10  # bytes of shared memory a kernel may use without asking
@@ -87,7 +87,7 @@ class _Lease:
     def __del__(self) -> None:
         if self.device.poison:
             self.pointer.memset_async(0xFF, self.nbytes, self.device.compute)
-        self.device.memory.give_back(self.kind, self.nbytes)
+        self.device.account.give_back(self.kind, self.nbytes)
 
 
 class CupyMemory:
@@ -117,7 +117,8 @@ class CupyMemory:
         # Not blocking: the legacy default stream, which nobody here uses, then orders nothing behind our backs.
         self.compute, self.copies = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
         self.compute.use()
-        self.memory = Account()
+        self.account = Account()
+        self.memory: Memory = self.account
         self._pool = cupy.get_default_memory_pool()
         self._uploads: deque[tuple[Any, np.ndarray]] = deque()  # pinned memory that a copy may still be reading
         self._kernels: dict[Any, Any] = {}
