@@ -7,9 +7,11 @@ everywhere; anything else is a bug, whose traceback ends the job (`mpshard.comm.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 SETTING = re.compile(rf"({'|'.join(SCHEMA.sections)})\.\w+=")
 USAGE_STATUS = 2
 INTERRUPTED_STATUS = 130
+START_LIMIT = 600  # seconds that MPI may take to start: some rank may never come
 BROKEN_PIPE_STATUS = 141
 
 
@@ -39,17 +42,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # | head: not worth a word, not even by Python when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = BROKEN_PIPE_STATUS
-    except (Exception, KeyboardInterrupt) as error:  # before or after the world was guarded
-        if isinstance(error, KeyboardInterrupt):
-            print("mpshard: interrupted", file=sys.stderr, flush=True)
-        elif launcher.launched():
-            traceback.print_exc()
-        else:
+    except KeyboardInterrupt:  # before or after the world was guarded
+        print("mpshard: interrupted", file=sys.stderr, flush=True)
+        status = INTERRUPTED_STATUS
+        if launcher.launched():
+            _die(signal.SIGINT)
+    except Exception:
+        if not launcher.launched():
             raise
-        status = INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else 1
-        if launcher.launched():  # an ordinary exit would wait in MPI_Finalize for ranks that know of nothing
-            os._exit(status)
+        traceback.print_exc()
+        _die(signal.SIGTERM)
     sys.exit(status)
+
+
+def _die(number: signal.Signals) -> None:
+    """End this rank by a signal. One that exits before it has started MPI is nothing to MPICH's launcher, whatever its
+    status, and one that exits after that waits in MPI_Finalize: in both cases the others would wait for ever."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -110,12 +120,16 @@ def open_world() -> MPI.Comm:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "suspicious MPI execution environment")  # said better below
+            if launcher.launched():
+                faulthandler.dump_traceback_later(START_LIMIT, exit=True, file=sys.__stderr__ or 2)
             from mpshard.comm import world
     except (ImportError, RuntimeError) as error:  # mpi4py is there, but finds no libmpi
         if "MPI" not in str(error):
             raise
         raise ConfigError(f"no MPI library ({str(error).splitlines()[0]}): pip install 'mpshard[mpich]', "
                           "or load your system's MPI") from None
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     if problem := launcher.wrong_world(world.size):
         raise ConfigError(problem)
     return world
