@@ -31,6 +31,7 @@ TOKEN = "MPSHARD_LAUNCH"  # in the environment of all processes of an attempt
 STUCK = 2  # restarts in a row without a new checkpoint, after which another one would not help either
 PATIENCE = 2.0  # seconds that ranks may outlive their launcher
 LAUNCHERS_TIME = 15.0  # seconds that a launcher has once a rank has said why the job ends: one that is cut off waits for ever
+INTERRUPTED = "mpshard: interrupted"  # what a rank says that gets SIGINT before it has a world
 REFUSED = 2  # the status for what the user must change
 
 _OF_RANK = re.compile(r"\[rank \d+ of \d+\] (?! )")  # a rank's line that is no frame of a traceback
@@ -48,7 +49,7 @@ class Attempt:
     @property
     def refused(self) -> bool:
         """Whether the user must change something. (A status of 2 alone may be MPICH's word for a rank ended by signal 2.)"""
-        return self.status == REFUSED and any(line.startswith("mpshard: ") for line in self.said)
+        return self.status == REFUSED and any(line.startswith("mpshard: ") and line != INTERRUPTED for line in self.said)
 
 
 def supervise(n: int, hosts: str, words: Sequence[str], max_restarts: int) -> int:
