@@ -20,6 +20,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,7 @@ class Runner:
 
     def run(self, command: Sequence[str], extra: Mapping[str, str], ranks: int) -> dict[str, Any]:
         """The JSON object that the command prints; one core a rank."""
+        wait_until_idle(self.options.patience)
         cores = sorted(os.sched_getaffinity(0))[:ranks]
         done = subprocess.run(command, env=self.env | dict(extra), capture_output=True, text=True, timeout=LIMIT, check=False,
                               preexec_fn=lambda: os.sched_setaffinity(0, cores))
@@ -144,6 +146,22 @@ class Runner:
         if done.returncode or len(objects) != 1:
             sys.exit(f"$ {' '.join(command)}\nexit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
         return json.loads(objects[0])
+
+
+def wait_until_idle(patience: float) -> None:
+    """Return when nobody else computes here, or after `patience` seconds."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        before = cpu_times()
+        time.sleep(3)
+        spent = [now - then for now, then in zip(cpu_times(), before, strict=True)]
+        if spent[3] >= 0.9 * sum(spent):
+            return
+
+
+def cpu_times() -> list[int]:
+    """What all cores did so far, in ticks: user, nice, system, idle, ... See proc(5)."""
+    return [int(number) for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
 
 
 def compare(line: Line, runner: Runner) -> dict[str, Any]:
@@ -203,6 +221,7 @@ def main() -> None:
     parser.add_argument("--line", action="append", choices=names, help=f"one of {', '.join(names)}; default all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--patience", type=float, default=30, metavar="SECONDS", help="to wait before each run for an idle machine")
     parser.add_argument("--json", metavar="FILE", help="write the results there, too")
     options = parser.parse_args()
     runner, console, results = Runner(options), Console(width=140), []

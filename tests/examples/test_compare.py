@@ -42,7 +42,7 @@ def test_both_sides_get_the_same_work(line):
 
 class Played(compare.Runner):
     def __init__(self, answers: dict[str, dict[str, Any]]) -> None:
-        self.options = argparse.Namespace(rounds=3, deepspeed_python="")
+        self.options = argparse.Namespace(rounds=3, deepspeed_python="", patience=0.0)
         self.answers, self.order = answers, []
 
     def mpshard(self, line):
