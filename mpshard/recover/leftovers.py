@@ -8,21 +8,32 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 SHARED = Path("/dev/shm")
+RANK_VARIABLES = (b"PMI_RANK", b"OMPI_COMM_WORLD_RANK")
 PREFIXES = ("mpich_", "sm_segment.", "osc_sm.", "ucx_shm_")  # of names that MPICH, Open MPI and UCX make
 
 
 def processes(token: str) -> list[int]:
     """Live processes with NAME=VALUE `token` in their environment."""
-    found = []
+    return [pid for pid, _ in _environments(token)]
+
+
+def ranks(token: str) -> set[str]:
+    """Ranks among them that are alive, by the numbers that their launcher gave them."""
+    variables = (variable.partition(b"=") for _, environment in _environments(token) for variable in environment)
+    return {value.decode() for name, _, value in variables if name in RANK_VARIABLES}
+
+
+def _environments(token: str) -> Iterator[tuple[int, list[bytes]]]:
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # gone, or somebody else's
-            if token.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
+            environment = (entry / "environ").read_bytes().split(b"\0")  # a zombie's is empty
+            if token.encode() in environment:
+                yield int(entry.name), environment
 
 
 def end(token: str, patience: float) -> int:

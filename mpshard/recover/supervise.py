@@ -31,6 +31,7 @@ TOKEN = "MPSHARD_LAUNCH"  # in the environment of all processes of an attempt
 STUCK = 2  # restarts in a row without a new checkpoint, after which another one would not help either
 PATIENCE = 2.0  # seconds that ranks may outlive their launcher
 LAUNCHERS_TIME = 15.0  # seconds that a launcher has once a rank has said why the job ends: one that is cut off waits for ever
+LOOK_EVERY = 3.0  # seconds between looks at which ranks there are
 INTERRUPTED = "mpshard: interrupted"  # what a rank says that gets SIGINT before it has a world
 REFUSED = 2  # the status for what the user must change
 
@@ -63,7 +64,7 @@ def supervise(n: int, hosts: str, words: Sequence[str], max_restarts: int) -> in
     while True:
         (folder / "done.json").unlink(missing_ok=True)
         before = last_step(folder)
-        attempt = run(start.command + (["run.resume=auto"] if restarts else []), start.env)
+        attempt = run(start.command + (["run.resume=auto"] if restarts else []), start.env, ranks_here=0 if hosts else n)
         if (folder / "done.json").exists():
             return 0
         reason = f"status {attempt.status}: {cause(attempt.said)}"
@@ -90,8 +91,12 @@ def run_directory(words: Sequence[str]) -> Path:
     return Path(load(words[1], words[2:]).run.dir)
 
 
-def run(command: Sequence[str], env: dict[str, str]) -> Attempt:
-    """Start a job, pass on what it says and what we are told, wait for its end, clear up after it."""
+def run(command: Sequence[str], env: dict[str, str], ranks_here: int = 0) -> Attempt:
+    """Start a job, pass on what it says and what we are told, wait for its end, clear up after it.
+
+    ranks_here: how many ranks this machine must have; 0: unknown. MPICH's launcher does not mind when one leaves that has
+    not started MPI yet (an interrupted interpreter does), and the others wait for it.
+    """
     token = f"{TOKEN}={secrets.token_hex(8)}"
     segments = leftovers.segments()
     said: deque[str] = deque(maxlen=200)
@@ -119,9 +124,15 @@ def run(command: Sequence[str], env: dict[str, str]) -> Attempt:
     listener.start()
     try:
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+        looked = complete = time.monotonic()
         while (status := job.poll()) is None:
-            if last_words and time.monotonic() - last_words[0] > LAUNCHERS_TIME:
-                tell("the launcher does not end (it cannot reach a host?): ended")
+            now = time.monotonic()
+            if now - looked > LOOK_EVERY:
+                looked, complete = now, now if len(leftovers.ranks(token)) >= ranks_here else complete
+            silent = now - complete > LAUNCHERS_TIME
+            if silent or (last_words and now - last_words[0] > LAUNCHERS_TIME):
+                tell("a rank has left and the launcher has not noticed: ended" if silent else
+                     "the launcher does not end (it cannot reach a host?): ended")
                 leftovers.end(token, patience=0.0)
             time.sleep(0.05)
     finally:

@@ -123,7 +123,7 @@ class Jobs:
         self.folder, self.ends, self.commands, self.step = folder, iter(ends), [], 0
         (folder / "checkpoints").mkdir(parents=True)
 
-    def __call__(self, command: list[str], env: dict[str, str]) -> supervise.Attempt:
+    def __call__(self, command: list[str], env: dict[str, str], ranks_here: int) -> supervise.Attempt:
         self.commands.append(command)
         status, steps, done = next(self.ends)
         if steps:
@@ -177,6 +177,15 @@ def test_what_a_job_leaves_is_found_by_its_token_and_ended():
     assert leftovers.end(token, patience=0.1) == 1
     assert sleeping.wait(10) == -9
     assert leftovers.end(token, patience=0.1) == 0
+
+
+def test_a_job_that_lacks_a_rank_is_ended(monkeypatch, capsys):
+    """In place of a launcher: two ranks, of which one leaves."""
+    monkeypatch.setattr(supervise, "LAUNCHERS_TIME", 1.0)
+    monkeypatch.setattr(supervise, "LOOK_EVERY", 0.2)
+    launcher = "PMI_RANK=0 sleep 600 & PMI_RANK=1 sleep 0.5 & wait"
+    assert supervise.run(["sh", "-c", launcher], clean_env(), ranks_here=2).status == 128 + 9
+    assert "a rank has left and the launcher has not noticed" in capsys.readouterr().err
 
 
 def test_names_that_nobody_maps_are_removed_and_others_are_not(tmp_path, monkeypatch):
