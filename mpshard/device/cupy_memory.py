@@ -85,6 +85,8 @@ class _Lease:
         self.device, self.pointer, self.nbytes, self.kind = device, pointer, nbytes, kind
 
     def __del__(self) -> None:
+        if not hasattr(self, "kind"):  # a signal's exception came while it was made
+            return
         if self.device.poison:
             self.pointer.memset_async(0xFF, self.nbytes, self.device.compute)
         self.device.account.give_back(self.kind, self.nbytes)

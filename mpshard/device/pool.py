@@ -32,10 +32,12 @@ _ARENA_STRIDE = 1 << 46  # block number = arena index * stride + offset: arenas 
 class _Lease(np.ndarray):
     """The bytes of one block as a flat uint8 array; tells the pool when nobody refers to them any more."""
 
-    _pool: BufferPool
+    _pool: BufferPool | None = None  # still None where a signal's exception came before the pool had said whose it is
     _block: tuple[int, int, int, Kind]  # start, size, bytes asked for, kind
 
     def __del__(self) -> None:
+        if self._pool is None:
+            return
         if self._pool.poison:
             self.fill(0xFF)
         self._pool._returned.append(self._block)
@@ -81,7 +83,7 @@ class BufferPool:
             self._count(kind, nbytes)
             index, offset = divmod(start, _ARENA_STRIDE)
             lease = _Lease(nbytes, np.uint8, self._arenas[index], offset)
-            lease._pool, lease._block = self, (start, size, nbytes, kind)
+            lease._block, lease._pool = (start, size, nbytes, kind), self
         if self.poison:
             lease.fill(0xFF)
         return np.ndarray(shape, dtype, lease)

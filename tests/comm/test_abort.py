@@ -155,6 +155,22 @@ def test_ctrl_c_alone(tmp_path):
     assert (job.returncode, said) == (130, "mpshard: interrupted\n")
 
 
+def test_an_interrupt_in_a_destructor_is_not_lost():
+    """Where Python drops exceptions; one Ctrl-C in fifty came while a buffer was given back."""
+    code = """import signal, sys, time
+from mpshard.comm import abort, world
+class Held:
+    def __del__(self): signal.raise_signal(signal.SIGINT)
+try:
+    with abort.guarded(world):
+        held = Held(); del held
+        time.sleep(10)
+except KeyboardInterrupt: sys.exit(7)"""
+    done = subprocess.run([sys.executable, "-c", code], env=clean_env({"PYTHONPATH": str(ROOT)}), capture_output=True, text=True,
+                          check=False)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
 def test_a_reader_that_has_had_enough_ends_a_job_alone(tmp_path):
     job = start_alone(tmp_path)
     job.stdout.close()
