@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +39,12 @@ def need(lab: Path, *programs: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lab")
-    for path in (folder, *folder.parents[:2]):  # pytest's own are private; slurmd and sshd look, too
-        path.chmod(0o755)
-    return folder
+def lab() -> Iterator[Path]:
+    """A folder that daemons accept: pytest's own are nobody's but root's."""
+    folder = Path(tempfile.mkdtemp(prefix="mpshard-lab-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)

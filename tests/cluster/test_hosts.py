@@ -26,7 +26,9 @@ class Job:
     def __init__(self, hosts: Hosts, folder: Path, *train: str) -> None:  # noqa: F811
         self.token, self.log = f"{folder.name}-{time.monotonic_ns()}", folder / "log"
         policy = {name: value for name, value in _OPEN_MPI.items() if name != "PRTE_MCA_rmaps_default_mapping_policy"}
-        env = clean_env(_ONE_THREAD | (policy if is_open_mpi() else {})) | hosts.env | {"PYTHONPATH": str(ROOT), _TOKEN: self.token}
+        env = clean_env(_ONE_THREAD | (policy if is_open_mpi() else {})) | hosts.env | {
+            # Hosts count their processes from 1 and share /tmp: Open MPI's folders there, named after them, would collide.
+            "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), _TOKEN: self.token}
         command = [sys.executable, "-m", "mpshard", "launch", "-n", "4", "--hosts", "h0:2,h1:2", "--", "train", *train]
         self.output = self.log.open("wb")
         self.process = subprocess.Popen(hosts.inside("h0", *command), cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=self.output,
