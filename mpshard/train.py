@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ def build_sharded(config: Config, comm: MPI.Comm) -> Sharded:
     c, model = config, models.model_of(config)
     stores = [open_on_all(comm, publish.find(Path(path))) for path in (c.model.init_from, c.lora.init_from) if path]
     for store in stores:
-        on_root(comm, lambda store=store: check_weights(store, model))  # before any memory is taken
+        on_root(comm, partial(check_weights, store, model))  # before any memory is taken
     sharded = shard(
         model, comm, strategy=c.shard.strategy, prefetch=c.shard.prefetch, reshard_after_forward=c.shard.reshard_after_forward,
         unit=c.shard.unit, accumulate=c.shard.accumulate, deterministic=c.shard.deterministic, dp_shard=c.mesh.dp_shard,

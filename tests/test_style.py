@@ -1,4 +1,4 @@
-"""Rooms import one way, ruff is content, no file is too long to read in one sitting."""
+"""Rooms import one way, ruff and mypy are content, no file is too long to read in one sitting."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ def test_imports_follow_the_order_of_the_rooms() -> None:
 
 def test_ruff_finds_nothing() -> None:
     run_tool("ruff", "check", "--no-cache", "--quiet", "mpshard", "tests", "examples")
+
+
+def test_types_agree(tmp_path: Path) -> None:
+    run_tool("mypy", "--cache-dir", str(tmp_path))
 
 
 def test_files_can_be_read_in_one_sitting() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ def load_model(directory: str | Path, comm: MPI.Comm | None = None, *, base: str
     if adapter is not None:
         add_adapters(model, LoraConfig(adapter["rank"], adapter["alpha"], adapter["targets"]))
     for store in stores:  # before any memory is taken
-        on_root(comm, lambda store=store: check_weights(store, model))
+        on_root(comm, partial(check_weights, store, model))
     sharded = shard(model, comm, **options)
     for store in stores:
         load_weights(sharded, store)

@@ -69,8 +69,9 @@ def content_of(sharded: Sharded, optim: Optimizer | None, state: State, *, dtype
     home = {spec[0]: file for file, specs in files.items() for spec in specs}
     pieces: dict[str, list[Piece]] = {file: [] for file in files}
     for unit in units:
+        values: Array = averages.get(unit.name, unit.shard)
         for s in unit.owned:
-            pieces[home[s.name]].append(Piece(s.name, s.start, s.stop, averages.get(unit.name, unit.shard)[s.slice]))
+            pieces[home[s.name]].append(Piece(s.name, s.start, s.stop, values[s.slice]))
     specs: dict[str, Sequence[Spec]] = dict(files)
     if optim is not None:
         specs[OPTIMIZER], pieces[OPTIMIZER] = _of_optimizer(sharded, optim, exact)

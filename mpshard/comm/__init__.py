@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    world: MPI.Intracomm
+    world: MPI.Comm
 
 # Open MPI tries its UCX component for every window, shared memory included, and each rank prints an error about it.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")

@@ -44,7 +44,7 @@ class Pending:
         self.operation, self.result, self.then = operation, result, then
         self.started, self.finished = time.perf_counter(), 0.0
         self.error: BaseException | None = None
-        self.progress: Progress | None = None
+        self.progress: Progress  # set where it is started
         self._awaited: Awaited | None = None
 
     def advance(self, block: bool = False) -> bool:

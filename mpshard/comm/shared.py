@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -38,7 +38,7 @@ COUNTERS = 4096  # a rank: two a slot, one a store
 class SharedMemory:
     """Memory that all ranks of a node see, carved from windows; and counters. Collective over `node`."""
 
-    def __init__(self, node: MPI.Intracomm) -> None:
+    def __init__(self, node: MPI.Comm) -> None:
         self.node = node
         self.windows: list[MPI.Win] = []
         self.chunk, self.used = np.empty(0, np.uint8), 0
@@ -52,10 +52,10 @@ class SharedMemory:
         size = -(-nbytes // ALIGN) * ALIGN
         if self.used + size > self.chunk.size:
             whole = max(size, CHUNK)
-            window = MPI.Win.Allocate_shared(whole if self.node.rank == 0 else 0, 1, comm=self.node)
+            window = MPI.Win.Allocate_shared(whole if self.node.rank == 0 else 0, 1, comm=cast(MPI.Intracomm, self.node))
             window.Lock_all()  # Win.Sync wants an epoch
             self.windows.append(window)
-            self.chunk, self.used = np.frombuffer(window.Shared_query(0)[0], np.uint8), 0
+            self.chunk, self.used = np.asarray(window.Shared_query(0)[0]), 0
         self.used += size
         return self.chunk[self.used - size:self.used - size + nbytes]
 
@@ -129,7 +129,7 @@ class SharedTransport:
 
     name = "shm"
 
-    def __init__(self, comm: MPI.Intracomm, ranks_on_node: int, device: Device, progress: Progress) -> None:
+    def __init__(self, comm: MPI.Comm, ranks_on_node: int, device: Device, progress: Progress) -> None:
         self.comm, self.device, self.progress = comm.Dup(), device, progress
         index, self.local = divmod(comm.rank, ranks_on_node)
         self.node = comm.Split(index, comm.rank)

@@ -98,6 +98,7 @@ class MessageTransport:
         return Slot(self.device.empty(size, dtype, kind))
 
     def gather(self, store: Store, slot: Slot | None) -> Pending:
+        assert slot is not None
         full = slot.array[: store.local.size * self.comm.size]
         self.bytes_gathered += full.nbytes - store.local.nbytes
         return self.progress.start(Pending(collectives.all_gather(self.comm, store.local, full), full))

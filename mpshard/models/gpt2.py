@@ -43,7 +43,7 @@ class Embedding(Module):
         self.positions = Parameter("transformer.wpe.weight", (config.max_seq_len, config.d_model), Normal(0.01))
         self.parameters = [self.tokens, self.positions]
 
-    def forward(self, tape: Tape, x: Tensor | None, batch: MicroBatch) -> Tensor:
+    def forward(self, tape: Tape, x: None, batch: MicroBatch) -> Tensor:
         return ops.dropout(tape, ops.embedding(tape, batch.ids, self.tokens, self.positions, batch.positions), self.dropout)
 
 
@@ -69,7 +69,7 @@ class Block(Module):
         self.down_bias = Parameter(f"{prefix}.mlp.c_proj.bias", (d,), Constant(0.0))
         self.parameters = [value for value in vars(self).values() if isinstance(value, Parameter)]
 
-    def forward(self, tape: Tape, x: Tensor | None, batch: MicroBatch) -> Tensor:
+    def forward(self, tape: Tape, x: Tensor, batch: MicroBatch) -> Tensor:
         c = self.config
         h = ops.layer_norm(tape, x, self.norm1_weight, self.norm1_bias, c.norm_eps)
         qkv = ops.linear(tape, h, self.qkv_weight, self.qkv_bias, transposed=True)  # (b, t, 3d)
@@ -98,7 +98,7 @@ class Head(Module):
             self.table = Parameter("lm_head.weight", (config.vocab_size, d), Normal(0.02))
             self.parameters.append(self.table)
 
-    def forward(self, tape: Tape, x: Tensor | None, batch: MicroBatch) -> Tensor:
+    def forward(self, tape: Tape, x: Tensor, batch: MicroBatch) -> Tensor:
         x = ops.last_position(tape, x) if batch.last_only else x
         h = ops.layer_norm(tape, x, self.norm_weight, self.norm_bias, self.eps)
         if batch.targets is None:

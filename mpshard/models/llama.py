@@ -113,7 +113,7 @@ class Embedding(Module):
         self.parameters = [self.tokens]
         self.dropout = config.dropout
 
-    def forward(self, tape: Tape, x: Tensor | None, batch: MicroBatch) -> Tensor:
+    def forward(self, tape: Tape, x: None, batch: MicroBatch) -> Tensor:
         return ops.dropout(tape, ops.embedding(tape, batch.ids, self.tokens), self.dropout)
 
 
@@ -148,14 +148,15 @@ class Block(Module):
         self.gate_up_bias = Parameter.fuse(f"{prefix}.gate_up.bias", gate_up_bias) if gate_up_bias else None
         self.fused = [p for p in (self.qkv, self.gate_up, self.qkv_bias, self.gate_up_bias) if p is not None]
         self.out, self.down = out[0], down[0]
-        self.out_bias, self.down_bias = (out_bias or [None])[0], (down_bias or [None])[0]
+        self.out_bias, self.down_bias = out_bias[0] if out_bias else None, down_bias[0] if down_bias else None
 
-    def forward(self, tape: Tape, x: Tensor | None, batch: MicroBatch) -> Tensor:
+    def forward(self, tape: Tape, x: Tensor, batch: MicroBatch) -> Tensor:
         c = self.config
         h = ops.rms_norm(tape, x, self.norm1, c.norm_eps)
         qkv = ops.linear(tape, h, self.qkv, self.qkv_bias)  # (b, t, (h + 2k) e)
         if self.head_norms:
-            qkv = ops.head_norm(tape, qkv, *self.head_norms, c.n_heads, c.kv_heads, c.norm_eps)
+            of_queries, of_keys = self.head_norms
+            qkv = ops.head_norm(tape, qkv, of_queries, of_keys, c.n_heads, c.kv_heads, c.norm_eps)
         angles, memory = self.rotary.angles(tape, x.data, batch), batch.memory_of(self.name)
         y = ops.attention(tape, qkv, c.n_heads, c.kv_heads, c.head_width ** -0.5, angles, batch.segments, memory)
         x = ops.residual(tape, x, ops.linear(tape, y, self.out, self.out_bias), c.dropout)
@@ -177,7 +178,7 @@ class Head(Module):
             self.table = Parameter("lm_head.weight", (config.vocab_size, config.d_model), Normal(0.02))
             self.parameters.append(self.table)
 
-    def forward(self, tape: Tape, x: Tensor | None, batch: MicroBatch) -> Tensor:
+    def forward(self, tape: Tape, x: Tensor, batch: MicroBatch) -> Tensor:
         h = ops.rms_norm(tape, ops.last_position(tape, x) if batch.last_only else x, self.norm, self.eps)
         if batch.targets is None:
             return ops.logits(tape, h, self.table)

@@ -62,8 +62,8 @@ class Module:
     borrowed: Sequence[Parameter] = ()
     backward_reads_weights = True
 
-    def forward(self, tape: Tape, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """x (b, t, d), None for the first module -> the next module's input; the last yields a loss or logits."""
+    def forward(self, tape: Tape, x: Any, batch: MicroBatch) -> Tensor:
+        """x: a Tensor (b, t, d), None for the first module -> the next module's input; the last yields a loss or logits."""
         raise NotImplementedError
 
 

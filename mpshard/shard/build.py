@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mpshard import comm as communication
 from mpshard.comm import shared
@@ -14,7 +14,7 @@ from mpshard.comm.staged import device_transport
 from mpshard.comm.transport import MessageTransport, ReplicaTransport, Transport
 from mpshard.config import ConfigError
 from mpshard.device import open_device
-from mpshard.device.base import Device
+from mpshard.device.base import Accelerator, Device
 from mpshard.nn.module import Model
 from mpshard.shard.options import Options
 from mpshard.shard.precision import DTYPES, Precision
@@ -82,7 +82,8 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     else:
         _check_for_device(options)
         mover = progress_for("poll", mesh.cores, mesh.world)  # the host is free while kernels run
-        carrier = device_transport(mesh.group, opened, mover, transport, cuda_aware)
+        # It takes only the stores and slots that it makes.
+        carrier = cast(Transport, device_transport(mesh.group, cast(Accelerator, opened), mover, transport, cuda_aware))
     return Sharded(model, mesh, opened, carrier, mover, options, seed=seed, ignore_index=ignore_index)
 
 

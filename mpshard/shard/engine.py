@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 from mpshard.autograd.ops import Loss
 from mpshard.autograd.tensor import Tape, Tensor
 from mpshard.comm.transport import MessageTransport, Slot, Transport
-from mpshard.device.base import Array, Device, Kind
+from mpshard.device.base import Accelerator, Array, Device, Kind
 from mpshard.nn.module import MicroBatch, Module
 from mpshard.shard import schedule
 from mpshard.shard.observer import Observer
@@ -71,7 +71,7 @@ class Buffers:
 
     def __init__(self, allocate: Callable[[int], Slot]) -> None:
         self.allocate = allocate
-        self.slots: list[Slot | None] = []
+        self.slots: list[Slot] = []
 
     def fit(self, sizes: Sequence[int]) -> list[Slot]:
         """One slot for each size, at least as large; made or grown only if no earlier program needed as much."""
@@ -80,8 +80,8 @@ class Buffers:
             if place == len(self.slots):
                 self.slots.append(self.allocate(sizes[index]))
             elif self.slots[place].array.size < sizes[index]:
-                self.slots[place] = None  # let the old one go before the larger one is made
-                self.slots[place] = self.allocate(sizes[index])
+                del self.slots[place]  # let the old one go before the larger one is made
+                self.slots.insert(place, self.allocate(sizes[index]))
         return [self.slots[order.index(index)] for index in range(len(sizes))]
 
 
@@ -157,7 +157,7 @@ class Engine:
         self.batches, self.keys, self.prepared = batches, keys, prepared
         self.counters = Counters()
         self.spans: list[tuple[str, Any, Any]] = []  # on a device: what its time between two marks was spent on
-        self.tapes: dict[tuple[str, int], tuple[Tape, Tensor | None, Tensor]] = {}  # (stage, micro-batch): tape, input, output
+        self.tapes: dict[tuple[str, int], tuple[Tape, Tensor | None, Tensor | None]] = {}  # (stage, micro-batch): tape, input, output
         self.stream: dict[int, Tensor] = {}  # what flows between stages: activations forward, then gradients backward
         self.outputs: list[Tensor] = []
         in_place = self.transport.in_place
@@ -196,18 +196,18 @@ class Engine:
         if self.spans:
             self.counters.forward_s = self.counters.backward_s = self.counters.gather_wait_s = self.counters.reduce_wait_s = 0.0
         for name, start, end in self.spans:
-            setattr(self.counters, name, getattr(self.counters, name) + self.device.seconds(start, end))
+            setattr(self.counters, name, getattr(self.counters, name) + cast(Accelerator, self.device).seconds(start, end))
         self.spans = []
         return self.counters
 
     def _mark(self) -> Any:
         """A point in the device's work; None where the host computes, and its clock says all."""
-        return None if self.device.on_host else self.device.mark()
+        return None if self.device.on_host else cast(Accelerator, self.device).mark()
 
     def _span(self, name: str, start: Any) -> None:
         """The device's time from `start` to here counts as `name`."""
         if start is not None:
-            self.spans.append((name, start, self.device.mark()))
+            self.spans.append((name, start, self._mark()))
 
     def _wait_for(self, units: Sequence[str]) -> float:
         waited_here, mark = 0.0, self._mark()

@@ -50,7 +50,6 @@ class Precision:
             return Scaled(DTYPES[self.gather])
         return Plain(DTYPES[self.master]) if self.param == self.master else Rounded(DTYPES[self.param])
 
-
     def arithmetic(self, device: Device) -> np.dtype[Any]:
         """What a full unit is kept in and computed with: on the CPU the masters' format, on a GPU `param`'s."""
         return DTYPES[self.master if device.on_host else self.param]
@@ -66,7 +65,8 @@ class Wire(Protocol):
     dtype: of the words that travel. size(m): how many words a slice of m elements takes.
     """
 
-    dtype: np.dtype[Any]
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
 
     def size(self, elements: int) -> int: ...
 

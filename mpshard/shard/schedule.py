@@ -174,17 +174,17 @@ def _residencies(reads: Sequence[Sequence[str]], micro_batch: Sequence[int],
             times.setdefault(unit, []).append(now)
     for unit, (first, *later) in times.items():
         start, last, kept = max(0, first - prefetch), first, False
-        for now in [*later, None]:
+        for again in [*later, None]:
             # Keep it where its next gather would start the moment it is freed, and as long as `stay` says.
-            if now is not None and (now - prefetch <= last + 1 or stay is Stay.STEP
-                                    or (stay is Stay.MICRO_BATCH and micro_batch[last] == micro_batch[now])):
-                last = now
+            if again is not None and (again - prefetch <= last + 1 or stay is Stay.STEP
+                                      or (stay is Stay.MICRO_BATCH and micro_batch[last] == micro_batch[again])):
+                last = again
                 continue
             gathers.setdefault(start, []).append(Gather(unit, kept))
-            kept = stay is Stay.GROUP and now is not None and micro_batch[last] == micro_batch[now]
+            kept = stay is Stay.GROUP and again is not None and micro_batch[last] == micro_batch[again]
             frees.setdefault(last, []).append(Free(unit, kept))
-            if now is not None:
-                start, last = now - prefetch, now
+            if again is not None:
+                start, last = again - prefetch, again
     for start, starting in gathers.items():  # among gathers of one moment, the unit needed first goes first
         starting.sort(key=lambda gather: next(t for t in times[gather.unit] if t >= start))
     return gathers, frees

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -144,22 +144,23 @@ class Sharded:
         scale = self.engine.loss_scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         losses, _ = self.engine.run(self._program(len(micro)), micro, keys)
         self.steps += 1
-        loss, tokens, squares = self._totals([loss.value for loss in losses], np.count_nonzero(targets != self.ignore_index))
+        valid = int(np.count_nonzero(targets != self.ignore_index))
+        loss, tokens, squares = self._totals([cast(Loss, loss).value for loss in losses], valid)
         if tokens == 0:
             raise ValueError(f"the step has no valid token: every target is ignore_index={self.ignore_index}")
         self.last = StepOutput(loss / tokens, int(tokens), math.sqrt(squares) / scale / tokens, scale, self.engine.settle())
         return self.last
 
-    def _totals(self, losses: list[float], tokens: int) -> tuple[float, float, float]:
+    def _totals(self, losses: list[Any], tokens: int) -> tuple[float, float, float]:
         """Sum of token losses, valid tokens, and squared norm of their gradient, over all ranks."""
         slices, comm, count = self._own_gradients(), self.mesh.comm, len(losses)
         if self.options.deterministic:
             return (exact.sum_of_values(comm, list(self.device.read(losses))), exact.sum_of_values(comm, [tokens]),
                     exact.sum_of_squares(comm, [self.device.to_host(part) for part in slices]))
         numbers = self.device.read([*losses, *(self.device.sum_of_squares(part) for part in slices)])
-        loss, tokens, squares = map(float, collectives.all_reduce(
-            comm, np.array([sum(numbers[:count]), tokens, sum(numbers[count:])], np.float64)))
-        return loss, tokens, squares
+        mine = np.array([sum(numbers[:count]), tokens, sum(numbers[count:])], np.float64)
+        loss, valid, squares = map(float, collectives.all_reduce(comm, mine))
+        return loss, valid, squares
 
     def evaluate(self, batches: Iterable[Sequence[Any]]) -> tuple[float, int]:
         """Mean loss over the valid tokens of (inputs, targets) pairs (b, t), over all ranks, and their number.
@@ -176,8 +177,8 @@ class Sharded:
             if not collectives.all_max(self.mesh.comm, np.array([pair is not None], np.int64))[0]:
                 break
             inputs, targets, *packing = _host_arrays(pair or nothing)
-            (loss,), _ = self.engine.run(self._program(0), [self._micro_batch(inputs, targets, *packing)])
-            total += self.device.read([loss.value])[0], np.count_nonzero(targets != self.ignore_index)
+            (out,), _ = self.engine.run(self._program(0), [self._micro_batch(inputs, targets, *packing)])
+            total += self.device.read([cast(Loss, out).value])[0], np.count_nonzero(targets != self.ignore_index)
         loss, tokens = map(float, collectives.all_reduce(self.mesh.comm, total))
         if tokens == 0:
             raise ValueError("the evaluation data has no valid token")
@@ -212,8 +213,9 @@ class Sharded:
 
     def _micro_batch(self, *arrays: np.ndarray | None) -> MicroBatch:
         """inputs, targets, segments, positions on the device; those missing are None."""
-        on_device = self.device.from_host
-        return MicroBatch(*(None if array is None else on_device(array) for array in arrays), ignore_index=self.ignore_index)
+        fields = dict(zip(("ids", "targets", "segments", "positions"), arrays, strict=False))
+        on_device = {name: self.device.from_host(array) for name, array in fields.items() if array is not None}
+        return MicroBatch(**on_device, ignore_index=self.ignore_index)
 
     def program(self, micro_batches: int) -> Program:
         """The instructions of a step of that many micro-batches a rank."""
