@@ -85,8 +85,11 @@ class UpdateKernels(NumpyMemory):
         depth = max(1, (len(parts) - 1).bit_length()) + 1
         scratch = self.empty((depth, step), out.dtype)
         for block in blocks(out.size, out.itemsize):
-            total = _tree_sum(parts, block, scratch[:, : block.stop - block.start])
-            np.add(out[block], total, out=out[block]) if accumulate else np.copyto(out[block], total)
+            rows = [row[: block.stop - block.start] for row in scratch]
+            if accumulate:
+                out[block] += _tree_sum(parts, block, rows[0], rows[1:])
+            else:
+                _tree_sum(parts, block, out[block], rows)
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
         if x.dtype == np.float32 and out.dtype == BF16:
@@ -98,19 +101,19 @@ class UpdateKernels(NumpyMemory):
                 np.copyto(out, x, casting="unsafe")
 
 
-def _tree_sum(parts: Sequence[np.ndarray], block: slice, scratch: np.ndarray) -> np.ndarray:
-    """The sum of a block of all parts, in a balanced binary tree; one row of scratch is used a level."""
+def _tree_sum(parts: Sequence[np.ndarray], block: slice, total: np.ndarray, rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Leave in `total` the sum of a block of all parts, in a balanced binary tree; one row of scratch is used a level."""
     if len(parts) == 1:
-        np.copyto(scratch[0], parts[0][block], casting="unsafe")
-        return scratch[0]
+        np.copyto(total, parts[0][block], casting="unsafe")
+        return total
     half = 1 << (len(parts) - 1).bit_length() - 1
-    left = _tree_sum(parts[:half], block, scratch)
-    right = parts[half][block] if len(parts) - half == 1 else _tree_sum(parts[half:], block, scratch[1:])
-    if right.dtype != left.dtype:
-        np.copyto(scratch[1], right, casting="unsafe")
-        right = scratch[1]
-    np.add(left, right, out=left)
-    return left
+    left = parts[0][block] if half == 1 else _tree_sum(parts[:half], block, total, rows)
+    right = parts[half][block] if len(parts) - half == 1 else _tree_sum(parts[half:], block, rows[0], rows[1:])
+    for spare, part in ((total, left), (rows[0], right)):
+        if part.dtype != total.dtype:
+            np.copyto(spare, part, casting="unsafe")
+    left, right = (part if part.dtype == total.dtype else spare for spare, part in ((total, left), (rows[0], right)))
+    return np.add(left, right, out=total)
 
 
 def _round_to_bf16(memory: NumpyMemory, x: np.ndarray, out: np.ndarray) -> None:
