@@ -1,7 +1,8 @@
 #!/bin/bash
 # N virtual hosts h0, h1, ... on this machine: each with its own network, hostname, processes, IPC and /dev/shm, joined by a
 # bridge, each with sshd. As root.
-#   LAB_DIR=/some/folder hosts_up.sh [N=2]      then: $LAB_DIR/hosts/hx h0 hostname
+#   LAB_DIR=/some/folder [LAB_RATE=400mbit] hosts_up.sh [N=2]      then: $LAB_DIR/hosts/hx h0 hostname
+# LAB_RATE limits every host's link, both ways.
 set -eu
 N=${1:-2}; D=$LAB_DIR/hosts; NET=${LAB_NET:-10.77.0}
 mkdir -p "$D" /run/sshd; chmod 700 "$D"
@@ -48,4 +49,9 @@ done
 for i in $(seq 0 $((N-1))); do
   for _ in $(seq 50); do "$D/hx" h0 "$D/ssh" h$i true >/dev/null 2>&1 && continue 2; sleep 0.2; done
   echo "h$i does not answer"; exit 1
+done
+[ -n "${LAB_RATE:-}" ] || exit 0
+for i in $(seq 0 $((N-1))); do
+  tc qdisc add dev mpshard$i root tbf rate "$LAB_RATE" burst 256kb latency 200ms
+  "$D/hx" h$i tc qdisc add dev eth0 root tbf rate "$LAB_RATE" burst 256kb latency 200ms
 done
