@@ -104,7 +104,7 @@ class Runner:
             return self.run([self.mpiexec, "-n", str(line.ranks), *bench], {}, line.ranks)
         first, second = ([*self.on_core(rank), *bench] for rank in range(2))
         hosts = self.options.hosts
-        command = [self.mpiexec, "-n", "1", "-host", hosts[0], *first, ":", "-n", "1", "-host", hosts[1], *second]
+        command = [self.mpiexec, "-hosts", ",".join(hosts), "-ppn", "1", "-n", "1", *first, ":", "-n", "1", *second]
         return self.run(command, {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": self.options.shell}, 2)
 
     def fsdp2(self, line: Line) -> dict[str, Any]:
