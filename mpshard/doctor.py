@@ -24,7 +24,7 @@ from mpshard.bench.work import Product
 from mpshard.comm import cuda_probe, facts, shared
 from mpshard.comm.facts import MpiFacts, RankFacts
 from mpshard.comm.mesh import Mesh
-from mpshard.device import open_device, why_no_cupy
+from mpshard.device import mkl, open_device, why_no_cupy
 from mpshard.device.blas import BlasInfo, blas_info, set_blas_threads
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def examine(comm: MPI.Comm, environ: Mapping[str, str]) -> dict[str, Any]:
         judge_versions(ranks),
         judge_cores(ranks),
         judge_blas(blas_info(), mesh.cores, threads, environ, _cpu_flags()),
+        judge_bf16(mkl.find()),
         judge_transport(comm.size, problem),
         judge_shm(ranks),
         judge_progress(mesh.cores, comm.size, mpi.threads),
@@ -142,6 +143,13 @@ def judge_blas(blas: BlasInfo, cores: int, threads: int, environ: Mapping[str, s
     if blas.name == "unknown":
         return Check("BLAS", Verdict.SLOW, "none that threadpoolctl recognises", "install numpy's wheel, which brings OpenBLAS")
     return Check("BLAS", Verdict.OK, found)
+
+
+def judge_bf16(found: object) -> Check:
+    """What precision.param=bf16 computes with on the CPU. found: of `mpshard.device.mkl.find`."""
+    if not isinstance(found, str):
+        return Check("bfloat16", Verdict.OK, "products by MKL")
+    return Check("bfloat16", Verdict.OK, f"products in float32: {found}")
 
 
 def judge_transport(world: int, problem: str | None) -> Check:

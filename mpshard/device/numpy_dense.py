@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+from mpshard.device import mkl
 from mpshard.device.numpy_memory import NumpyMemory, block_rows, blocks
 
 PRODUCT_BYTES = 1 << 20  # of an accumulated product's block: read back from the cache, and tall enough for BLAS
 
 
 class DenseKernels(NumpyMemory):
-    """The dense part of `mpshard.device.base.Device`."""
+    """The dense part of `mpshard.device.base.Device`.
+
+    bf16_product: MKL's, see `mpshard.device.mkl`; None: products are NumPy's, in the arrays' own type.
+    """
+
+    bf16_product: Callable[..., None] | None = None
+    cast: Callable[[np.ndarray, np.ndarray], None]  # of the update part
 
     def matmul(
         self, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, accumulate: bool = False
@@ -18,6 +27,9 @@ class DenseKernels(NumpyMemory):
         m, n = a.shape[0], b.shape[1]
         if out is None:
             out = self.empty((m, n), a.dtype)
+        if self.bf16_product is not None and a.dtype == np.float32:
+            mkl.matmul(self.bf16_product, self, self.cast, a, b, out, accumulate)
+            return out
         if not accumulate:
             return np.matmul(a, b, out=out)
         row_bytes = n * out.itemsize

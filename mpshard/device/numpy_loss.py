@@ -38,11 +38,11 @@ class LossKernels(DenseKernels):
             here = slice(first, last + 1) if last - first == rows - 1 else None  # consecutive: used where they lie
             inputs = np.take(x, tokens, axis=0, out=packed[:rows], mode="clip") if here is None else x[here]
             e, labels, sums = logits[:rows], targets[tokens], np.empty(rows, x.dtype)
-            np.matmul(inputs, table.T, out=e)
+            self.matmul(inputs, table.T, out=e)
             with np.errstate(over="ignore", invalid="ignore"):
                 loss = _exponentials(e, labels, ones, sums, shifted=False)
             if not (sums.min() > SMALL and sums.max() < LARGE):
-                np.matmul(inputs, table.T, out=e)
+                self.matmul(inputs, table.T, out=e)
                 loss = _exponentials(e, labels, ones, sums, shifted=True)
             value += loss
             if dx is None and dtable is None:
@@ -55,7 +55,7 @@ class LossKernels(DenseKernels):
                 accumulate = True
             if dx is not None:
                 target = scaled[:rows] if here is None else dx[here]
-                np.matmul(e, table, out=target)
+                self.matmul(e, table, out=target)
                 target *= factor
                 if here is None:
                     dx[tokens] = target

@@ -74,8 +74,9 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     mesh = Mesh(comm, _group_size(options, comm, ranks_on_node))
     if deterministic and mesh.world & (mesh.world - 1):
         raise ConfigError(f"shard.deterministic=true needs a power of two ranks, not {mesh.world}")
-    opened = agree(mesh.comm, lambda: open_device(
-        device, False, mesh.node_rank, mesh.ranks_on_node, options.precision.tf32)) if isinstance(device, str) else device
+    tf32, bf16 = options.precision.tf32, options.precision.param == "bf16"
+    opened = device if not isinstance(device, str) else agree(
+        mesh.comm, lambda: open_device(device, False, mesh.node_rank, mesh.ranks_on_node, tf32, bf16))
     if opened.on_host:
         mover = progress_for(progress, mesh.cores, mesh.world)
         carrier = _transport(options, model, mesh, ranks_on_node or mesh.ranks_on_node, opened, mover)
