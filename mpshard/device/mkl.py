@@ -1,13 +1,15 @@
 """Products of bfloat16 matrices on the CPU, which NumPy's BLAS has not: `cblas_gemm_bf16bf16f32` of Intel's MKL.
 
-Where the processor multiplies bfloat16 (avx512_bf16, amx_bf16) they are up to twice as fast as float32's. Inputs are
-rounded to bfloat16, sums are float32: the arithmetic that a GPU does with precision.param=bf16.
+Where the processor multiplies bfloat16 (avx512_bf16, amx_bf16) and MKL knows it, they are up to twice as fast as
+float32's. Inputs are rounded to bfloat16, sums are float32: the arithmetic that a GPU does with precision.param=bf16.
+MKL does not use these instructions on every processor that has them, and does not tell; so it is tried out.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,12 +23,39 @@ from mpshard.device.numpy_memory import NumpyMemory
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 _ROW_MAJOR, _PLAIN, _TRANSPOSED = 101, 111, 112  # CBLAS's enumerations
+GAIN = 1.3  # times float32's speed, from which it pays to round the inputs
+_TRIAL = 768  # rows and columns of a product to try: about 10 ms
 _INSTRUCTIONS = ("avx512_bf16", "amx_bf16")  # without them MKL emulates, slower than float32
 
 
 @cache
 def find() -> Callable[..., None] | str:
-    """MKL's product, loaded, with as many threads as NumPy's BLAS has; or why there is none, in one line."""
+    """MKL's product, if it is worth using here; or why not, in one line."""
+    product = load()
+    if isinstance(product, str):
+        return product
+    memory = NumpyMemory()
+    a, out = memory.empty((_TRIAL, _TRIAL), np.float32), memory.empty((_TRIAL, _TRIAL), np.float32)
+    a.fill(1)
+    words = a.astype(BF16)
+    here, there = words.ctypes.data, out.ctypes.data
+    sizes = (_ROW_MAJOR, _PLAIN, _PLAIN, _TRIAL, _TRIAL, _TRIAL, 1.0, here, _TRIAL, here, _TRIAL, 0.0, there, _TRIAL)
+    gain = _best_time(lambda: np.matmul(a, a, out=out)) / _best_time(lambda: product(*sizes))
+    return product if gain >= GAIN else f"MKL multiplies bfloat16 at {gain:.2f} times float32's speed on this processor"
+
+
+def _best_time(action: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@cache
+def load() -> Callable[..., None] | str:
+    """MKL's product, with as many threads as NumPy's BLAS has; or why there is none, in one line."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists() or not any(name in cpuinfo.read_text() for name in _INSTRUCTIONS):
         return "this processor has no bfloat16 arithmetic"

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from mpshard import comm as communication
-from mpshard.comm import shared
+from mpshard.comm import collectives, shared
 from mpshard.comm.agree import agree
 from mpshard.comm.collectives import Progress, progress_for
 from mpshard.comm.mesh import Mesh
 from mpshard.comm.staged import device_transport
 from mpshard.comm.transport import MessageTransport, ReplicaTransport, Transport
 from mpshard.config import ConfigError
-from mpshard.device import open_device
+from mpshard.device import mkl, open_device
 from mpshard.device.base import Accelerator, Device
 from mpshard.nn.module import Model
 from mpshard.shard.options import Options
@@ -74,7 +76,7 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     mesh = Mesh(comm, _group_size(options, comm, ranks_on_node))
     if deterministic and mesh.world & (mesh.world - 1):
         raise ConfigError(f"shard.deterministic=true needs a power of two ranks, not {mesh.world}")
-    tf32, bf16 = options.precision.tf32, options.precision.param == "bf16"
+    tf32, bf16 = options.precision.tf32, options.precision.param == "bf16" and _all_have_bf16(mesh.comm)
     opened = device if not isinstance(device, str) else agree(
         mesh.comm, lambda: open_device(device, False, mesh.node_rank, mesh.ranks_on_node, tf32, bf16))
     if opened.on_host:
@@ -86,6 +88,11 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
         # It takes only the stores and slots that it makes.
         carrier = cast(Transport, device_transport(mesh.group, cast(Accelerator, opened), mover, transport, cuda_aware))
     return Sharded(model, mesh, opened, carrier, mover, options, seed=seed, ignore_index=ignore_index)
+
+
+def _all_have_bf16(comm: MPI.Comm) -> bool:
+    """Whether all ranks can multiply bfloat16 faster than float32: if some did, results would depend on who computes them."""
+    return not collectives.all_max(comm, np.array([isinstance(mkl.find(), str)], np.int64))[0]
 
 
 def _check_for_device(options: Options) -> None:

@@ -30,7 +30,7 @@ def cblas(order, a_way, b_way, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
 @pytest.fixture(params=["stand-in", "MKL"])
 def bf16(request):
     device = NumpyDevice(poison=True)
-    device.bf16_product = cblas if request.param == "stand-in" else mkl.find()
+    device.bf16_product = cblas if request.param == "stand-in" else mkl.load()
     if isinstance(device.bf16_product, str):
         pytest.skip(device.bf16_product)
     return device
