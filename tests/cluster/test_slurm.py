@@ -19,7 +19,7 @@ from tests.launch import _ONE_THREAD, ROOT, TIMED_OUT, clean_env, is_open_mpi, l
 
 pytestmark = [pytest.mark.mpi, pytest.mark.cluster]
 
-STEPS = 40
+STEPS = 600  # a quarter of a minute: Slurm takes seconds to preempt
 TRAIN = ["empty.toml", *SETTINGS, f"train.steps={STEPS}", "train.global_batch_size=8", "shard.deterministic=true", "run.timeout=60"]
 
 
