@@ -8,6 +8,8 @@ import pytest
 
 from mpshard.comm.clock import clock_offset
 
+RANKS = (1, 4)
+
 
 def test_the_offset_is_found(comm):
     # Rank r's clock is r hours ahead. What is measured on top of that, on one machine, is at most half a round trip.

@@ -13,7 +13,7 @@ from mpshard.shard import shard
 from mpshard.shard.options import Options
 from mpshard.shard.precision import Precision
 
-RANKS = (1, 3, 4)
+RANKS = (1, 4)
 TIMEOUT = 180
 MODELS = {
     "gpt2": lambda: gpt2(GPT2Config(n_layers=2, d_model=26, n_heads=2, vocab_size=101, max_seq_len=12)),

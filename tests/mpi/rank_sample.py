@@ -15,6 +15,8 @@ from mpshard.device import open_device
 from mpshard.nn import Cache
 from mpshard.sample import Sampling, context, draw, generate
 
+RANKS = (1, 3)
+
 FAMILIES = Path(__file__).parent.parent / "golden" / "families"
 GREEDY = Sampling(temperature=0)
 
