@@ -65,18 +65,31 @@ THEIRS = LOGITS.format(
     logits="model(torch.from_numpy(ids)).logits.detach().numpy()")
 
 
-def test_ten_steps_follow_fsdp2_and_the_checkpoint_opens_in_transformers(golden, tmp_path):
-    np.save(tmp_path / "tokens.npy", golden["train"])
+@pytest.fixture(scope="module")
+def finetuned(golden, tmp_path_factory):
+    """The run directory after ten steps; beside it tokens.npy, what it was trained on."""
+    folder = tmp_path_factory.mktemp("finetuned")
+    np.save(folder / "tokens.npy", golden["train"])
     mpshard(2, "train", ROOT / "examples" / "finetune_smollm2.toml", f"model.init_from={DIRECTORY}",
-            f"data.train={tmp_path}/tokens.npy", f"run.dir={tmp_path}/run")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+            f"data.train={folder}/tokens.npy", f"run.dir={folder}/run")
+    return folder / "run"
+
+
+def test_ten_steps_follow_fsdp2(golden, finetuned):
+    lines = [json.loads(line) for line in (finetuned / "metrics.jsonl").read_text().splitlines()]
     np.testing.assert_allclose([line["loss"] for line in lines if "loss" in line], golden["losses"], rtol=1e-3)
     np.testing.assert_allclose([line["grad_norm"] for line in lines if "loss" in line], golden["grad_norms"], rtol=1e-3)
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000010"
-    assert (checkpoint / "tokenizer.json").read_bytes() == (Path(DIRECTORY) / "tokenizer.json").read_bytes()
-    if PEER:
-        ours = launch(1, ["-c", OURS, checkpoint, tmp_path / "tokens.npy", tmp_path / "ours.npy"], timeout=300)
-        assert ours.returncode == 0, ours.report()
-        subprocess.run([PEER, "-c", THEIRS, checkpoint, tmp_path / "tokens.npy", tmp_path / "theirs.npy"], check=True, timeout=300)
-        theirs = np.load(tmp_path / "theirs.npy")
-        np.testing.assert_allclose(np.load(tmp_path / "ours.npy"), theirs, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_the_tokenizer_goes_with_the_checkpoint(finetuned):
+    assert (finetuned / "checkpoints/step-00000010/tokenizer.json").read_bytes() == (Path(DIRECTORY) / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.skipif(not PEER, reason="MPSHARD_PEER_PYTHON names no Python with torch and transformers")
+def test_the_checkpoint_opens_in_transformers(finetuned, tmp_path):
+    checkpoint, tokens = finetuned / "checkpoints" / "step-00000010", finetuned.parent / "tokens.npy"
+    ours = launch(1, ["-c", OURS, checkpoint, tokens, tmp_path / "ours.npy"], timeout=300)
+    assert ours.returncode == 0, ours.report()
+    subprocess.run([PEER, "-c", THEIRS, checkpoint, tokens, tmp_path / "theirs.npy"], check=True, timeout=300)
+    theirs = np.load(tmp_path / "theirs.npy")
+    np.testing.assert_allclose(np.load(tmp_path / "ours.npy"), theirs, atol=1e-5 * np.abs(theirs).max())

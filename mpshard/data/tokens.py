@@ -41,7 +41,8 @@ def array_piece(name: str, array: Array) -> Piece:
 def bin_piece(path: str, dtype: npt.DTypeLike) -> Piece:
     """A file of raw little-endian ids (``.bin``), or, as uint8, a file of text."""
     dtype = np.dtype(dtype).newbyteorder("<")
-    size = os.path.getsize(path)
+    with open(path, "rb") as file:  # so that it is known now whether it can be, and not at the first token
+        size = file.seek(0, os.SEEK_END)
     if size % dtype.itemsize:
         raise ConfigError(f"{path} has {size} bytes, so it is not {dtype.name}; is data.token_dtype right?")
     return Piece(path, dtype, size // dtype.itemsize, lambda: np.memmap(path, dtype, "r"))
