@@ -25,7 +25,7 @@ from mpshard.comm import cuda_probe, facts, shared
 from mpshard.comm.facts import MpiFacts, RankFacts
 from mpshard.comm.mesh import Mesh
 from mpshard.device import mkl, open_device, why_no_cupy
-from mpshard.device.blas import BlasInfo, blas_info, set_blas_threads
+from mpshard.device.blas import BlasInfo, blas_info, cpu_flags, set_blas_threads
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -62,7 +62,7 @@ def examine(comm: MPI.Comm, environ: Mapping[str, str]) -> dict[str, Any]:
         judge_mpi(mpi, ranks),
         judge_versions(ranks),
         judge_cores(ranks),
-        judge_blas(blas_info(), mesh.cores, threads, environ, _cpu_flags()),
+        judge_blas(blas_info(), mesh.cores, threads, environ, cpu_flags()),
         judge_bf16(mkl.find()),
         judge_transport(comm.size, problem),
         judge_shm(ranks),
@@ -289,12 +289,6 @@ def _matrix_rate() -> float:
         action()
         best = min(best, time.perf_counter() - start)
     return product.flops / best / 1e9
-
-
-def _cpu_flags() -> frozenset[str]:
-    text = _read("/proc/cpuinfo") or ""
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return frozenset(line.partition(":")[2].split())
 
 
 def _read(path: str) -> str | None:

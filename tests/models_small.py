@@ -31,6 +31,13 @@ def golden_sharded(golden: Golden, comm: Any, **options: Any) -> Sharded:
     return sharded
 
 
+def gappy_batch(step: int, sequences: int, t: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random inputs and targets (sequences, t), a function of the step; two targets in five are not to be learnt."""
+    random = np.random.default_rng(step)
+    inputs = random.integers(vocabulary, size=(sequences, t))
+    return inputs, np.where(random.random((sequences, t)) < 0.6, random.integers(vocabulary, size=(sequences, t)), -100)
+
+
 def deal(inputs: np.ndarray, targets: np.ndarray, micro: int, rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
     """(sequences, t) of a step to (micro-batches, micro, t) of one rank: global micro-batch g = m * world + rank."""
     t = inputs.shape[1]

@@ -143,7 +143,8 @@ class Runner:
         done = subprocess.run(command, env=self.env | dict(extra), capture_output=True, text=True, timeout=LIMIT, check=False,
                               preexec_fn=lambda: os.sched_setaffinity(0, cores))
         objects = [text for text in done.stdout.splitlines() if text.startswith("{")]
-        if done.returncode and len(objects) == 1:  # a peer's process group has been seen to fall over when taken down
+        peer = command[0] != self.mpiexec
+        if peer and done.returncode and len(objects) == 1:  # its process group has been seen to fall over when taken down
             print(f"{Path(command[0]).name} said its result and then ended with {done.returncode}: {' '.join(command)}", file=sys.stderr)
         elif done.returncode or len(objects) != 1:
             sys.exit(f"$ {' '.join(command)}\nexit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")

@@ -98,10 +98,13 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
     The pool's buffers are given back in a destructor, a hundred times a step: about one Ctrl-C in fifty fell into one.
     """
-    if frame is not None and frame.f_code.co_name == "__del__":
-        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
-    else:
-        signal.default_int_handler(number, frame)
+    caller = frame
+    while caller is not None:  # whatever a destructor calls is in it, too
+        if caller.f_code.co_name == "__del__":
+            threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+            return
+        caller = caller.f_back
+    signal.default_int_handler(number, frame)
 
 
 def _watch_signals(comm: MPI.Comm) -> None:

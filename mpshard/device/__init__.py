@@ -10,13 +10,11 @@ from mpshard.device.base import Array, Device, Kind, Memory
 __all__ = ["Array", "Device", "Kind", "Memory", "open_device", "why_no_cupy"]
 
 
-def open_device(name: str = "auto", poison: bool = False, node_rank: int = 0, node_ranks: int = 1, tf32: bool = False,
-                bf16: bool = False) -> Device:
+def open_device(name: str = "auto", poison: bool = False, node_rank: int = 0, node_ranks: int = 1, tf32: bool = False) -> Device:
     """The device called "numpy" or "cupy"; "auto" is CuPy where it is installed and finds a GPU, else NumPy.
 
     node_rank, node_ranks: this rank's number among those of its node, and how many they are: each takes one of the node's
-    GPUs, in turn. tf32: let tensor cores round the inputs of float32 products on a GPU. bf16: on the CPU, let MKL multiply
-    in bfloat16, where it is installed and the processor can.
+    GPUs, in turn. tf32: let tensor cores round the inputs of float32 products on a GPU.
 
     Raises ConfigError for another name and where CuPy is asked for and cannot be had.
     """
@@ -26,14 +24,9 @@ def open_device(name: str = "auto", poison: bool = False, node_rank: int = 0, no
     if name == "cupy" and reason is not None:
         raise ConfigError(f"run.device=cupy cannot be used: {reason}; use run.device=numpy")
     if name == "numpy" or reason is not None:
-        from mpshard.device import mkl
         from mpshard.device.numpy_device import NumpyDevice
 
-        device, product = NumpyDevice(poison), mkl.find() if bf16 else ""
-        if not isinstance(product, str):
-            device.bf16_product = product
-            device.about += ", bfloat16 products by MKL"
-        return device
+        return NumpyDevice(poison)
     from mpshard.device.cupy_device import CupyDevice
 
     return CupyDevice(poison, node_rank, node_ranks, tf32)

@@ -40,6 +40,14 @@ def set_blas_threads(n: int) -> int:
     return blas_info().threads
 
 
+def cpu_flags() -> frozenset[str]:
+    """What Linux says this processor can: "avx2", "avx512_bf16", ...; nothing elsewhere."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    line = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
 def available_cores() -> int:
     """Cores this process may run on: its affinity, and no more than a container's quota of CPU time, rounded down."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,17 +15,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from mpshard.device.blas import blas_info
+from mpshard.device.blas import blas_info, cpu_flags
 from mpshard.device.numpy_memory import NumpyMemory
+from mpshard.device.numpy_update import BF16, round_to_bf16
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
 _ROW_MAJOR, _PLAIN, _TRANSPOSED = 101, 111, 112  # CBLAS's enumerations
 GAIN = 1.3  # times float32's speed, from which it pays to round the inputs
 _TRIAL = 768  # rows and columns of a product to try: about 10 ms
-_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")  # without them MKL emulates, slower than float32
+_INSTRUCTIONS = {"avx512_bf16", "amx_bf16"}  # without them MKL emulates, slower than float32
 
 
 @cache
@@ -34,13 +33,8 @@ def find() -> Callable[..., None] | str:
     product = load()
     if isinstance(product, str):
         return product
-    memory = NumpyMemory()
-    a, out = memory.empty((_TRIAL, _TRIAL), np.float32), memory.empty((_TRIAL, _TRIAL), np.float32)
-    a.fill(1)
-    words = a.astype(BF16)
-    here, there = words.ctypes.data, out.ctypes.data
-    sizes = (_ROW_MAJOR, _PLAIN, _PLAIN, _TRIAL, _TRIAL, _TRIAL, 1.0, here, _TRIAL, here, _TRIAL, 0.0, there, _TRIAL)
-    gain = _best_time(lambda: np.matmul(a, a, out=out)) / _best_time(lambda: product(*sizes))
+    memory, a, out = NumpyMemory(), np.ones((_TRIAL, _TRIAL), np.float32), np.empty((_TRIAL, _TRIAL), np.float32)
+    gain = _best_time(lambda: np.matmul(a, a, out=out)) / _best_time(lambda: matmul(product, memory, a, a, out, False))
     return product if gain >= GAIN else f"MKL multiplies bfloat16 at {gain:.2f} times float32's speed on this processor"
 
 
@@ -56,8 +50,7 @@ def _best_time(action: Callable[[], Any]) -> float:
 @cache
 def load() -> Callable[..., None] | str:
     """MKL's product, with as many threads as NumPy's BLAS has; or why there is none, in one line."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists() or not any(name in cpuinfo.read_text() for name in _INSTRUCTIONS):
+    if not _INSTRUCTIONS & cpu_flags():
         return "this processor has no bfloat16 arithmetic"
     folder = Path(sys.prefix) / "lib"  # where the wheels put it
     libraries = sorted(folder.glob("libmkl_rt.so.*"))
@@ -76,28 +69,27 @@ def load() -> Callable[..., None] | str:
     return product
 
 
-def matmul(product: Callable[..., None], memory: NumpyMemory, cast: Callable[[np.ndarray, np.ndarray], None],
-           a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
+def matmul(product: Callable[..., None], memory: NumpyMemory, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
     """out = or += a @ b: a (m, k), b (k, n), out (m, n), all float32; a and b rounded to bfloat16."""
     if out.strides[1] != out.itemsize:
         whole = memory.empty(out.shape, out.dtype)
-        matmul(product, memory, cast, a, b, whole, False)
+        matmul(product, memory, a, b, whole, False)
         np.add(out, whole, out=out) if accumulate else np.copyto(out, whole)
         return
     if not (a.size and b.size):
         if not accumulate:
             out.fill(0)
         return
-    (a_words, a_way), (b_words, b_way) = (_rounded(memory, cast, x) for x in (a, b))
+    (a_words, a_way), (b_words, b_way) = (_rounded(memory, x) for x in (a, b))
     product(_ROW_MAJOR, a_way, b_way, *out.shape, a.shape[1], 1.0, a_words.ctypes.data, a_words.shape[1],
             b_words.ctypes.data, b_words.shape[1], float(accumulate), out.ctypes.data, out.strides[0] // out.itemsize)
 
 
-def _rounded(memory: NumpyMemory, cast: Callable[[np.ndarray, np.ndarray], None], x: np.ndarray) -> tuple[np.ndarray, Any]:
+def _rounded(memory: NumpyMemory, x: np.ndarray) -> tuple[np.ndarray, int]:
     """x in bfloat16, row by row or, if that is how it lies, column by column; which of the two."""
     way = _PLAIN
     if not x.flags.c_contiguous and x.T.flags.c_contiguous:
         x, way = x.T, _TRANSPOSED
     words = memory.empty(x.shape, BF16)
-    cast(np.ascontiguousarray(x), words)
+    round_to_bf16(memory, np.ascontiguousarray(x), words)
     return words, way

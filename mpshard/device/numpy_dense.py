@@ -19,7 +19,6 @@ class DenseKernels(NumpyMemory):
     """
 
     bf16_product: Callable[..., None] | None = None
-    cast: Callable[[np.ndarray, np.ndarray], None]  # of the update part
 
     def matmul(
         self, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, accumulate: bool = False
@@ -28,7 +27,7 @@ class DenseKernels(NumpyMemory):
         if out is None:
             out = self.empty((m, n), a.dtype)
         if self.bf16_product is not None and a.dtype == np.float32:
-            mkl.matmul(self.bf16_product, self, self.cast, a, b, out, accumulate)
+            mkl.matmul(self.bf16_product, self, a, b, out, accumulate)
             return out
         if not accumulate:
             return np.matmul(a, b, out=out)

@@ -93,7 +93,7 @@ class UpdateKernels(NumpyMemory):
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
         if x.dtype == np.float32 and out.dtype == BF16:
-            _round_to_bf16(self, x, out)
+            round_to_bf16(self, x, out)
         elif x.dtype == BF16 and out.dtype == np.float32:
             np.left_shift(x.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
         else:
@@ -109,14 +109,18 @@ def _tree_sum(parts: Sequence[np.ndarray], block: slice, total: np.ndarray, rows
     half = 1 << (len(parts) - 1).bit_length() - 1
     left = parts[0][block] if half == 1 else _tree_sum(parts[:half], block, total, rows)
     right = parts[half][block] if len(parts) - half == 1 else _tree_sum(parts[half:], block, rows[0], rows[1:])
-    for spare, part in ((total, left), (rows[0], right)):
-        if part.dtype != total.dtype:
-            np.copyto(spare, part, casting="unsafe")
-    left, right = (part if part.dtype == total.dtype else spare for spare, part in ((total, left), (rows[0], right)))
-    return np.add(left, right, out=total)
+    return np.add(_widened(left, total), _widened(right, rows[0]), out=total)
 
 
-def _round_to_bf16(memory: NumpyMemory, x: np.ndarray, out: np.ndarray) -> None:
+def _widened(part: np.ndarray, spare: np.ndarray) -> np.ndarray:
+    """`part` in the type of `spare`, and in its place if that is another."""
+    if part.dtype == spare.dtype:
+        return part
+    np.copyto(spare, part, casting="unsafe")
+    return spare
+
+
+def round_to_bf16(memory: NumpyMemory, x: np.ndarray, out: np.ndarray) -> None:
     """The upper 16 bits after adding half of the lower ones' unit, less one bit where that makes a tie even.
 
     ml_dtypes rounds the same, several times slower. NaN is kept (the addition could carry it to zero).

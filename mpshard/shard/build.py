@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -17,6 +17,7 @@ from mpshard.comm.transport import MessageTransport, ReplicaTransport, Transport
 from mpshard.config import ConfigError
 from mpshard.device import mkl, open_device
 from mpshard.device.base import Accelerator, Device
+from mpshard.device.numpy_device import NumpyDevice
 from mpshard.nn.module import Model
 from mpshard.shard.options import Options
 from mpshard.shard.precision import DTYPES, Precision
@@ -76,10 +77,11 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     mesh = Mesh(comm, _group_size(options, comm, ranks_on_node))
     if deterministic and mesh.world & (mesh.world - 1):
         raise ConfigError(f"shard.deterministic=true needs a power of two ranks, not {mesh.world}")
-    tf32, bf16 = options.precision.tf32, options.precision.param == "bf16" and _all_have_bf16(mesh.comm)
-    opened = device if not isinstance(device, str) else agree(
-        mesh.comm, lambda: open_device(device, False, mesh.node_rank, mesh.ranks_on_node, tf32, bf16))
+    opened = agree(mesh.comm, lambda: open_device(
+        device, False, mesh.node_rank, mesh.ranks_on_node, options.precision.tf32)) if isinstance(device, str) else device
     if opened.on_host:
+        if isinstance(device, str) and options.precision.param == "bf16":
+            _multiply_bf16(cast(NumpyDevice, opened), mesh.comm)
         mover = progress_for(progress, mesh.cores, mesh.world)
         carrier = _transport(options, model, mesh, ranks_on_node or mesh.ranks_on_node, opened, mover)
     else:
@@ -90,9 +92,12 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     return Sharded(model, mesh, opened, carrier, mover, options, seed=seed, ignore_index=ignore_index)
 
 
-def _all_have_bf16(comm: MPI.Comm) -> bool:
-    """Whether all ranks can multiply bfloat16 faster than float32: if some did, results would depend on who computes them."""
-    return not collectives.all_max(comm, np.array([isinstance(mkl.find(), str)], np.int64))[0]
+def _multiply_bf16(device: NumpyDevice, comm: MPI.Comm) -> None:
+    """Let products be bfloat16 where all ranks do them faster so: if only some did, results would depend on who computes them."""
+    product = mkl.find()
+    if not collectives.all_max(comm, np.array([isinstance(product, str)], np.int64))[0]:
+        device.bf16_product = cast("Callable[..., None]", product)
+        device.about += ", bfloat16 products by MKL"
 
 
 def _check_for_device(options: Options) -> None:

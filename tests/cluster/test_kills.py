@@ -1,6 +1,6 @@
 """Ranks killed at random moments: `mpshard launch` brings every run to the end that an undisturbed one has, bit for bit.
 
-All 200 kills: `python -m pytest -m exhaustive tests/cluster/test_kills.py -s` (7 minutes on 2 cores).
+All 200 kills: `python -m pytest -m exhaustive tests/cluster/test_kills.py -s` (3 minutes on 2 idle cores).
 """
 
 from __future__ import annotations

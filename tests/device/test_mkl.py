@@ -17,8 +17,8 @@ def cblas(order, a_way, b_way, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
     assert order == 101
 
     def matrix(pointer, rows, columns, ld, dtype):
-        items = np.ctypeslib.as_array((ctypes.c_char * ((rows - 1) * ld + columns) * np.dtype(dtype).itemsize).from_address(pointer))
-        flat = np.frombuffer(items, dtype)
+        nbytes = ((rows - 1) * ld + columns) * np.dtype(dtype).itemsize
+        flat = np.frombuffer((ctypes.c_char * nbytes).from_address(pointer), dtype)
         return np.lib.stride_tricks.as_strided(flat, (rows, columns), (ld * flat.itemsize, flat.itemsize))
 
     left = matrix(a, *((m, k) if a_way == 111 else (k, m)), lda, ml_dtypes.bfloat16).astype(np.float32)

@@ -11,7 +11,7 @@ from mpshard.device import open_device
 from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
 from mpshard.optim import AdamW
 from mpshard.shard import shard
-from tests.models_small import deal
+from tests.models_small import deal, gappy_batch
 
 RANKS = (2, 4, 8)
 TIMEOUT = 300
@@ -27,9 +27,7 @@ ON_4_RANKS = [{"prefetch": 0}, {"prefetch": 3}, {"unit": 2}, {"unit": "20kB"}, {
 
 
 def batch(step):
-    random = np.random.default_rng(step)
-    inputs = random.integers(VOCAB, size=(SEQUENCES, T))
-    return inputs, np.where(random.random((SEQUENCES, T)) < 0.6, random.integers(VOCAB, size=(SEQUENCES, T)), -100)
+    return gappy_batch(step, SEQUENCES, T, VOCAB)
 
 
 class Run:

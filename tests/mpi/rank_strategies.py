@@ -15,7 +15,7 @@ from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
 from mpshard.optim import AdamW
 from mpshard.shard import shard
 from mpshard.shard.precision import Precision
-from tests.models_small import deal
+from tests.models_small import deal, gappy_batch
 
 RANKS = (2, 4)
 TIMEOUT = 300
@@ -27,9 +27,7 @@ MODELS = {
 
 
 def batch(step):
-    random = np.random.default_rng(step)
-    inputs = random.integers(VOCAB, size=(SEQUENCES, T))
-    return inputs, np.where(random.random((SEQUENCES, T)) < 0.6, random.integers(VOCAB, size=(SEQUENCES, T)), -100)
+    return gappy_batch(step, SEQUENCES, T, VOCAB)
 
 
 def train(comm, name="gpt2", steps=4, micro=2, lr=1e-2, **options):
