@@ -9,12 +9,13 @@ import pytest
 from mpi4py import MPI
 
 from mpshard.config import ConfigError
-from mpshard.device import open_device
+from mpshard.device import mkl, open_device
 from mpshard.device.base import Kind
 from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
 from mpshard.optim import AdamW
 from mpshard.shard import shard
 from mpshard.shard.precision import Precision
+from tests.cblas import cblas
 from tests.models_small import deal, gappy_batch
 
 RANKS = (2, 4)
@@ -32,7 +33,8 @@ def batch(step):
 
 def train(comm, name="gpt2", steps=4, micro=2, lr=1e-2, **options):
     """Losses, norms, weights at the end, and the Sharded."""
-    sharded = shard(MODELS[name](), comm, seed=3, device=open_device("numpy", poison=True), **options)
+    options = {"device": open_device("numpy", poison=True), **options}
+    sharded = shard(MODELS[name](), comm, seed=3, **options)
     optim = AdamW(sharded, lr=lr)
     outputs = []
     for step in range(steps):
@@ -148,6 +150,20 @@ def test_short_formats_train_nearly_alike(comm, precision, tolerance, transport)
     assert losses != expected
     np.testing.assert_allclose(losses, expected, rtol=tolerance)
     assert all(unit.shard.dtype == np.float32 for unit in sharded.units.values())
+
+
+@pytest.mark.parametrize("on_all", [True, False])
+def test_bf16_products_are_everybodys_or_nobodys(comm, monkeypatch, on_all):
+    calls = []
+
+    def product(*args):
+        calls.append(args)
+        cblas(*args)
+
+    monkeypatch.setattr(mkl, "find", lambda: product if on_all or comm.rank == 0 else "not here")
+    losses, _, _, sharded = train(comm, precision=Precision(param="bf16"), lr=1e-3, device="numpy")
+    assert bool(calls) == on_all == ("MKL" in sharded.device.about)
+    np.testing.assert_allclose(losses, alone(lr=1e-3)[0], rtol=5e-3)
 
 
 def test_bf16_gathers_exactly_half_the_bytes(comm):
