@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 from typing import Any
 
@@ -43,6 +42,7 @@ def test_both_sides_get_the_same_work(line):
 class Played(compare.Runner):
     def __init__(self, answers: dict[str, dict[str, Any]]) -> None:
         self.options = argparse.Namespace(rounds=3, deepspeed_python="", patience=0.0)
+        self.env, self.mpiexec = {}, "mpiexec"
         self.answers, self.order = answers, []
 
     def mpshard(self, line):
@@ -72,9 +72,21 @@ def test_other_work_is_no_comparison():
         compare.compare(compare.LINES[0], runner)
 
 
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
 def test_a_run_that_fails_is_shown():
     runner = Played({})
-    runner.env = {}
-    assert runner.run([sys.executable, "-c", "print('noise'); print('{\"a\": 1}')"], {}, 1) == json.loads('{"a": 1}')
+    assert runner.run(python("print('noise'); print('{\"a\": 1}')"), {}, 1) == {"a": 1}
     with pytest.raises(SystemExit, match="exit status 3"):
-        runner.run([sys.executable, "-c", "raise SystemExit(3)"], {}, 1)
+        runner.run(python("raise SystemExit(3)"), {}, 1)
+
+
+def test_a_peer_that_falls_over_after_its_result_has_given_it(capsys):
+    runner, command = Played({}), python("print('{\"a\": 1}'); raise SystemExit(3)")
+    assert runner.run(command, {}, 1) == {"a": 1}
+    assert "ended with 3" in capsys.readouterr().err
+    runner.mpiexec = sys.executable  # the command is then a run of ours, and has to end well
+    with pytest.raises(SystemExit, match="exit status 3"):
+        runner.run(command, {}, 1)
