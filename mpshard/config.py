@@ -179,6 +179,10 @@ class ShardConfig:
         "auto", "how a unit travels: as messages, in memory that the ranks of a node share, or from a GPU through pinned memory"
     )
     progress: Literal["auto", "poll", "thread"] = key("auto", "who drives MPI while the rank computes")
+    offload: Literal["none", "optimizer", "activations", "all"] = key(
+        "none", "what a GPU leaves in the host's memory until its next use: moments and masters, what forward keeps for backward",
+        needs="run.device=auto|cupy"
+    )
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,13 @@ import pytest
 
 from mpshard.autograd.tensor import Parameter
 from mpshard.device import Kind, open_device
+from mpshard.device.lasting import Lasting
 from mpshard.optim import AdamW, clip_factor, decays, learning_rate
 from mpshard.optim.moments import BF16
 from mpshard.optim.muon import cost
 from mpshard.optim.owners import owners, routes
 from mpshard.shard.layout import lay_out
+from mpshard.shard.options import Options
 
 
 # -- schedules -------------------------------------------------------------------------------
@@ -105,11 +107,12 @@ def rank_of(rank: int, world: int, weights: dict[str, np.ndarray], device: Any) 
             out[s.slice] = values[s.name].ravel()[s.start:s.stop]
         return out
 
-    unit = SimpleNamespace(shard=slices(weights), gradient=np.zeros(layout.shard_size, np.float32), dtype=np.dtype("f4"), segments=segments,
-                           learns=True)
+    master = Lasting.of(device, slices(weights))
+    unit = SimpleNamespace(name="only", master=master, shard=master.array, gradient=np.zeros(layout.shard_size, np.float32),
+                           dtype=np.dtype("f4"), segments=segments, learns=True, publish=lambda: None)
     parameters = [Parameter(name, shape) for name, shape in SHAPES]
     return SimpleNamespace(device=device, units={"only": unit}, model=SimpleNamespace(parameters=parameters), slices=slices,
-                           loss_scale=None, publish=lambda: None)
+                           loss_scale=None, seed=0, options=Options())
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])

@@ -198,18 +198,18 @@ def head_norm(tape: Tape, qkv: Tensor, query_weight: Parameter, key_weight: Para
         x[...] = part
         y, stats = tape.device.rms_norm(x, weight.data, eps)
         part[...] = y
-        saved.append((weight, x, stats))
+        saved.append((weight, Tensor(x, wants_grad=False), stats))
     return tape.record(qkv.data, head_norm_backward, qkv, saved, heads, kv_heads)
 
 
-def head_norm_backward(tape: Tape, dy: Array, qkv: Tensor, saved: list[tuple[Parameter, Array, Array]], heads: int, kv_heads: int) -> None:
+def head_norm_backward(tape: Tape, dy: Array, qkv: Tensor, saved: list[tuple[Parameter, Tensor, Array]], heads: int, kv_heads: int) -> None:
     dqkv = tape.device.empty(dy.shape, dy.dtype)
     dqkv[...] = dy  # of the values it is the gradient already
     for (weight, x, stats), part in zip(saved, _query_and_key_heads(dqkv, heads, kv_heads), strict=True):
         dx = tape.device.empty(part.shape, part.dtype)
         dx[...] = part
         dweight, accumulate = weight.grad_target()
-        part[...] = tape.device.rms_norm_backward(dx, x, weight.data, stats, dweight, accumulate, dx=None)
+        part[...] = tape.device.rms_norm_backward(dx, x.data, weight.data, stats, dweight, accumulate, dx=None)
     qkv.accumulate(dqkv, tape.device)
 
 
@@ -269,13 +269,13 @@ def attention(tape: Tape, qkv: Tensor, heads: int, kv_heads: int, scale: float,
             cache.arrays[name] = tape.device.empty((b, cache.capacity, size), qkv.data.dtype)
         return Tensor(tape.device.cached_attention(qkv.data, cache.arrays[name], cache.length, heads, kv_heads, scale))
     y, lse = tape.device.attention(qkv.data, heads, kv_heads, scale, segments)
-    out = tape.record(y, attention_backward, qkv, y, lse, heads, kv_heads, scale, angles, segments)
-    return out
+    out = Tensor(y)
+    return tape.record(out, attention_backward, qkv, out, lse, heads, kv_heads, scale, angles, segments)
 
 
-def attention_backward(tape: Tape, dy: Array, qkv: Tensor, y: Array, lse: Array, heads: int, kv_heads: int, scale: float,
+def attention_backward(tape: Tape, dy: Array, qkv: Tensor, y: Tensor, lse: Array, heads: int, kv_heads: int, scale: float,
                        angles: tuple[Array, Array] | None, segments: Array | None) -> None:
-    dqkv = tape.device.attention_backward(dy, qkv.data, y, lse, heads, kv_heads, scale, segments)
+    dqkv = tape.device.attention_backward(dy, qkv.data, y.data, lse, heads, kv_heads, scale, segments)
     if angles is not None:  # the rotation is orthogonal: its gradient is the rotation back
         tape.device.rotary(dqkv, heads, kv_heads, *angles, inverse=True)
     qkv.accumulate(dqkv, tape.device)

@@ -9,7 +9,7 @@ old memory is some other unit's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpshard.device.base import Array, Device
@@ -38,6 +38,11 @@ class Tensor:
     @data.setter
     def data(self, data: Array | None) -> None:
         self._data = data
+
+    @property
+    def holds(self) -> Array | None:
+        """The array, if it is there: nothing is made again."""
+        return self._data
 
     def accumulate(self, grad: Array, device: Device) -> None:
         """Add `grad`, which from now on belongs to this tensor."""
@@ -129,6 +134,15 @@ class Adapter(NamedTuple):
 Rule = Callable[..., None]
 
 
+def _tensors(saved: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among what a rule keeps, or in lists within."""
+    for value in saved:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
 def _learn(saved: Sequence[Any]) -> bool:
     """Whether anything among what a rule keeps, or in lists within, wants a gradient."""
     return any(value.wants_grad if isinstance(value, Tensor) else value.learns if isinstance(value, Parameter)
@@ -180,6 +194,17 @@ class Tape:
         """Let go of the results that can be made again. Backward makes each once more, when it first needs it."""
         for _, out, _ in self.entries:
             if out.remake is not None:
+                out.data = None
+
+    def kept(self) -> list[Tensor]:
+        """What rules will read in backward."""
+        return list({id(tensor): tensor for _, _, saved in self.entries for tensor in _tensors(saved)}.values())
+
+    def drop_unread(self) -> None:
+        """Let go of the results that no rule here will read: only whoever follows this tape still needs the last one."""
+        read = {id(tensor) for tensor in self.kept()}
+        for _, out, _ in self.entries:
+            if id(out) not in read:
                 out.data = None
 
     def random_key(self) -> tuple[int, int]:

@@ -36,7 +36,8 @@ def merge(sharded: Sharded) -> None:
             a, b = whole[adapter.a.name], whole[adapter.b.name]
             change = (a[:, rows].T @ b.T if weight.transposed else b[rows] @ a) * np.asarray(adapter.scale, a.dtype)
             first = s.start - rows.start * columns
-            unit.shard[s.slice] += sharded.device.from_host(np.ascontiguousarray(change.reshape(-1)[first:first + s.size]))
+            merged = sharded.device.to_host(unit.shard[s.slice]) + change.reshape(-1)[first:first + s.size]
+            unit.master.write(s.slice, merged)
     sharded.publish()
 
 

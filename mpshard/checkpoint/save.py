@@ -127,6 +127,8 @@ def snapshot(content: Content, device: Device) -> Content:
         host = device.to_host(array)
         if host is not array:  # from a device's memory: a copy already
             return host
+        if not device.on_host:  # offloaded: it is in the host's memory anyway
+            return array.copy()
         own = device.empty(array.size, array.dtype, Kind.STAGING)
         own[:] = array
         return own

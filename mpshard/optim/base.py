@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpshard.autograd.tensor import Parameter
 from mpshard.config import ConfigError
 from mpshard.device.base import Array
+from mpshard.device.lasting import Lasting, visits
 from mpshard.optim.ema import Average
 from mpshard.optim.moments import FORMATS, Moments, Run
 from mpshard.optim.schedules import clip_factor
@@ -67,7 +68,8 @@ class Optimizer:
     def _moments(self, unit: Unit, kinds: Sequence[str], segments: Sequence[Segment]) -> Moments:
         if self.short and unit.dtype.itemsize != 4:
             raise ConfigError("optim.moments=bf16 needs masters in fp32")
-        return Moments(self.sharded.device, segments, self.decayed, kinds, unit.dtype, self.short, getattr(self.sharded, "seed", 0))
+        return Moments(self.sharded.device, segments, self.decayed, kinds, unit.dtype, self.short, self.sharded.seed,
+                       self.sharded.options.offloads_optimizer)
 
     def step(self, output: StepOutput | None = None) -> float:
         """Update every slice with the gradients that `Sharded.step` left. Collective. Returns the clipping factor, 0 for a
@@ -91,17 +93,29 @@ class Optimizer:
         self.steps += 1
         clip = clip_factor(output.grad_norm, self.clip_grad_norm)
         self.update_all(clip / output.tokens / output.loss_scale)
-        if self.average is not None:
-            self.average.update(self.steps)
-        self.sharded.publish()
         return clip
 
     def update_all(self, scale: float) -> None:
-        """Update all slices with their gradients times `scale`."""
-        for name, moments in self.moments.items():
-            unit = self.sharded.units[name]
-            for run, arrays in moments.visit(self.steps):
-                self.update(unit.shard[run.where], unit.gradient[run.where], arrays, run, scale)
+        """Update all slices that learn with their gradients times `scale`, and publish them. Collective."""
+        under_way = []
+        for unit in visits(self.sharded.device, [self.sharded.units[name] for name in self.moments], self.lasting):
+            self.update_unit(unit, scale)
+            if self.average is not None:
+                self.average.update(unit, self.steps)
+            under_way.append(unit.publish())
+        for pending in under_way:
+            if pending is not None:
+                pending.wait()
+
+    def lasting(self, unit: Unit) -> list[Lasting]:
+        """What an update of a unit reads and writes, but for the gradient."""
+        average = [] if self.average is None else [self.average.lasting[unit.name]]
+        return [unit.master, *self.moments[unit.name].lasting.values(), *average]
+
+    def update_unit(self, unit: Unit, scale: float) -> None:
+        """Update this rank's slice of a unit."""
+        for run, arrays in self.moments[unit.name].visit(self.steps):
+            self.update(unit.shard[run.where], unit.gradient[run.where], arrays, run, scale)
 
     def update(self, weight: Array, gradient: Array, moments: Sequence[Array], run: Run, scale: float) -> None:
         """Update one run, flat arrays of one size, in place; `gradient` is left as it is."""
@@ -127,5 +141,5 @@ class Optimizer:
         size, saved as `kind.parameter`. Kinds may differ from parameter to parameter."""
         found = self.moments[unit.name].of(segment)
         if self.average is not None:
-            found["ema"] = self.average.slices[unit.name][segment.slice]
+            found["ema"] = self.average.lasting[unit.name].array[segment.slice]
         return found

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mpshard.config import ConfigError
 from mpshard.device.base import Array, Kind
+from mpshard.device.lasting import Lasting, visits
 
 if TYPE_CHECKING:
     from mpshard.shard.sharded import Sharded
+    from mpshard.shard.unit import Unit
 
 BLOCK = 1 << 20  # elements exchanged at a time
 
@@ -20,26 +22,24 @@ class Average:
 
     As torch.optim.swa_utils.AveragedModel with get_ema_avg_fn(decay). Of what learns only: frozen weights are their own
     average. One more slice of the weights a rank.
-
-    Attributes
-    ----------
-    slices: {unit: (m,)}, this rank's slice of the average.
     """
 
     def __init__(self, sharded: Sharded, decay: float) -> None:
         if not 0 < decay < 1:
             raise ConfigError(f"optim.ema={decay} must be above 0 and below 1")
         self.sharded, self.decay = sharded, decay
-        self.slices: dict[str, Array] = {}
-        for name, unit in sharded.units.items():
-            if unit.learns:
-                self.slices[name] = sharded.device.zeros(unit.shard.size, unit.dtype, Kind.MOMENT)
+        self.lasting = {name: Lasting(sharded.device, unit.shard.size, unit.dtype, Kind.MOMENT, sharded.options.offloads_optimizer)
+                        for name, unit in sharded.units.items() if unit.learns}
 
-    def update(self, step: int) -> None:
-        """Take in the weights of step `step`, counted from 1."""
+    @property
+    def slices(self) -> Mapping[str, Array]:
+        """{unit: (m,)}, this rank's slice of the average."""
+        return {name: lasting.array for name, lasting in self.lasting.items()}
+
+    def update(self, unit: Unit, step: int) -> None:
+        """Take in a unit's weights after step `step`, counted from 1."""
         keep = self.decay if step > 1 else 0.0
-        for name, average in self.slices.items():
-            self.sharded.device.blend(average, self.sharded.units[name].shard, keep, 1 - keep)
+        self.sharded.device.blend(self.lasting[unit.name].array, unit.shard, keep, 1 - keep)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -51,8 +51,9 @@ class Average:
             self._swap()
 
     def _swap(self) -> None:
-        for name, average in self.slices.items():
-            weights = self.sharded.units[name].shard
+        learning = [self.sharded.units[name] for name in self.lasting]
+        for unit in visits(self.sharded.device, learning, lambda unit: (unit.master, self.lasting[unit.name])):
+            weights, average = unit.shard, self.lasting[unit.name].array
             for start in range(0, average.size, BLOCK):
                 block = slice(start, min(start + BLOCK, average.size))
                 kept = self.sharded.device.empty(block.stop - start, average.dtype, Kind.STAGING)

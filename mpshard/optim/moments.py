@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from mpshard.device.base import Array, Device, Kind
+from mpshard.device.lasting import Lasting
 from mpshard.shard.layout import Segment
 
 BLOCK = 1 << 16  # elements treated at a time; divides 2^32, so that an element's number in a block has one upper half
@@ -38,11 +39,11 @@ class Moments:
     ----------
     segments: of this rank's slice, in order. decayed: {parameter: whether weight decay applies}.
     kinds: names, as a checkpoint has them. dtype: of the masters, in which the arithmetic is done.
-    short: keep bfloat16, rounded at random. seed: of that.
+    short: keep bfloat16, rounded at random. seed: of that. away: in the host's memory, see `Lasting`.
     """
 
     def __init__(self, device: Device, segments: Sequence[Segment], decayed: dict[str, bool], kinds: Sequence[str], dtype: Any,
-                 short: bool = False, seed: int = 0) -> None:
+                 short: bool = False, seed: int = 0, away: bool = False) -> None:
         self.device, self.dtype, self.short, self.seed = device, dtype, short, seed
         self.segments, self.starts, size = list(segments), {}, 0
         for s in segments:
@@ -50,21 +51,23 @@ class Moments:
             size += s.size
         self.runs = _runs([Run(s.slice, self._place(s), decayed[s.name]) for s in segments])
         self.decayed = decayed
-        self.arrays: dict[str, Array] = {kind: device.zeros(size, BF16 if short else dtype, Kind.MOMENT) for kind in kinds}
+        self.lasting = {kind: Lasting(device, size, BF16 if short else dtype, Kind.MOMENT, away) for kind in kinds}
 
     def of(self, segment: Segment) -> dict[str, Array]:
         """The moments of a segment, or of a part of one, by kind; none if it is not among these."""
-        return {kind: array[self._place(segment)] for kind, array in self.arrays.items()} if segment.name in self.starts else {}
+        if segment.name not in self.starts:
+            return {}
+        return {kind: lasting.array[self._place(segment)] for kind, lasting in self.lasting.items()}
 
     def visit(self, step: int) -> Iterator[tuple[Run, list[Array]]]:
         """Runs with their moments, one after another; what the caller writes into these is kept. `step` counts from 1."""
         if not self.short:
             for run in self.runs:
-                yield run, [array[run.state] for array in self.arrays.values()]
+                yield run, [lasting.array[run.state] for lasting in self.lasting.values()]
             return
-        scratch = self.device.empty((len(self.arrays), BLOCK), self.dtype, Kind.STAGING)
+        scratch = self.device.empty((len(self.lasting), BLOCK), self.dtype, Kind.STAGING)
         for s in self.segments:
-            keys = [_key(self.seed, s.name, kind, step) for kind in self.arrays]
+            keys = [_key(self.seed, s.name, kind, step) for kind in self.lasting]
             for start in range(s.start // BLOCK * BLOCK, s.stop, BLOCK):
                 block = Segment(s.name, max(s.start, start), min(s.stop, start + BLOCK), s.offset + max(s.start, start) - s.start)
                 kept, wide = list(self.of(block).values()), [row[: block.size] for row in scratch]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from mpshard.config import ConfigError
 from mpshard.device.base import Array, Device, Kind
+from mpshard.device.lasting import visits
 from mpshard.optim.adamw import AdamW
 from mpshard.optim.owners import Owners, Shape
 from mpshard.shard.layout import Segment
@@ -96,6 +97,7 @@ class Muon(AdamW):
             raise ConfigError("optim.name=muon: the blocks have no matrix that learns; use adamw")
         super().__init__(sharded, lr, betas, eps, weight_decay, clip_grad_norm, no_decay, moments, ema)
         self.momentum, self.lr_factor = momentum, lr_factor
+        self.parts: dict[str, Array] = {}  # during an update: this rank's elements of each matrix's orthogonal direction
         units = {name: unit for name, unit in sharded.units.items() if unit.learns}
         self.buffers = {name: self._moments(unit, ("momentum_buffer",), [s for s in unit.segments if s.name in self.shapes])
                         for name, unit in units.items()}
@@ -113,20 +115,24 @@ class Muon(AdamW):
         return super().state_tensors(unit, segment) | self.buffers[unit.name].of(segment)
 
     def update_all(self, scale: float) -> None:
+        device = self.sharded.device
+        self.parts = self.owners.spread({name: orthogonalise(device, matrix)
+                                         for name, matrix in self.owners.collect(self._directions(scale)).items()})
         super().update_all(scale)
-        device, rate = self.sharded.device, self.lr * self.lr_factor
-        parts = self.owners.spread({name: orthogonalise(device, matrix)
-                                    for name, matrix in self.owners.collect(self._directions(scale)).items()})
-        for unit_name, moments in self.buffers.items():
-            for s in moments.segments:
-                keep = 1 - rate * self.weight_decay if self.decayed[s.name] else 1.0
-                device.blend(self.sharded.units[unit_name].shard[s.slice], parts[s.name], keep, -rate * self.factors[s.name])
+        self.parts = {}
+
+    def update_unit(self, unit: Unit, scale: float) -> None:
+        super().update_unit(unit, scale)
+        rate = self.lr * self.lr_factor
+        for s in self.buffers[unit.name].segments:
+            keep = 1 - rate * self.weight_decay if self.decayed[s.name] else 1.0
+            self.sharded.device.blend(unit.shard[s.slice], self.parts[s.name], keep, -rate * self.factors[s.name])
 
     def _directions(self, scale: float) -> dict[str, Array]:
         """Momentum takes in the gradient. {matrix: what is to be made orthogonal, this rank's elements, flat}."""
         found: dict[str, Array] = {}
-        for name, moments in self.buffers.items():
-            unit = self.sharded.units[name]
+        for name in visits(self.sharded.device, list(self.buffers), lambda name: list(self.buffers[name].lasting.values())):
+            unit, moments = self.sharded.units[name], self.buffers[name]
             ahead = self.sharded.device.empty(unit.shard.size, unit.dtype, Kind.STAGING)
             for run, (buffer,) in moments.visit(self.steps):
                 gradient, share = unit.gradient[run.where], scale * (1 - self.momentum)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from mpshard.models import GPT2Config, LlamaConfig
 from mpshard.nn.module import Model
 from mpshard.shard.options import Options, recomputed
+from mpshard.shard.precision import DTYPES
 
 LOGITS = 16 << 20  # bytes of the chunk of logits that exists at a time, at most
-BYTES = 4  # of an element: the arithmetic is float32
+AT_A_TIME = 4  # blocks whose activations are on a GPU that offloads them: one leaves, one computes, one comes, and the last one
 
 
-def activation_bytes(model: Model, options: Options, tokens: int) -> int:
+def activation_bytes(model: Model, options: Options, tokens: int, on_host: bool = True) -> int:
     """Bytes of activations at their peak, for a micro-batch of `tokens`; expect it to be a tenth off.
+
+    on_host: False for a GPU, whose activations are in the weights' format and may be offloaded.
 
     Per token, a block keeps what its rules need: the input of every product, q, k, v, what attention returned, and the
     residual stream twice. Norms and activations are made again unless train.recompute is "none"; a recomputed block
@@ -31,5 +34,7 @@ def activation_bytes(model: Model, options: Options, tokens: int) -> int:
     blocks = len(model.modules) - 2
     again = len(recomputed(model, options.recompute))
     in_backward = cheap + wide + hidden + 2 * c.d_model
-    per_token = (blocks - again) * kept + again * c.d_model + (whole if again else 0) + in_backward + 2 * c.d_model
-    return BYTES * tokens * per_token + min(LOGITS, BYTES * tokens * c.vocab_size)
+    present = 1.0 if on_host or not options.offloads_activations else min(1.0, AT_A_TIME / blocks)
+    per_token = present * ((blocks - again) * kept + again * c.d_model) + (whole if again else 0) + in_backward + 2 * c.d_model
+    itemsize = DTYPES[options.precision.master if on_host else options.precision.param].itemsize
+    return round(itemsize * tokens * per_token) + min(LOGITS, itemsize * tokens * c.vocab_size)

@@ -100,7 +100,8 @@ def plan(model: Model, options: Options, ranks: int, micro_batches: int = 1, *, 
     groups = group(model, options.unit)
     layouts = {g.name: lay_out([(p.name, p.shape) for p in g.parameters], 1 if options.replicated else ranks) for g in groups}
     stages, lag = stages_of(model, groups), 0 if on_host else 1
-    program = training_program(stages, micro_batches, options.prefetch, options.stay, options.reduce_once, lag)
+    program = training_program(stages, micro_batches, options.prefetch, options.stay, options.reduce_once, lag,
+                               options.offloads_activations and not on_host)
     padded = {name: layout.padded_size for name, layout in layouts.items()}
     gathered = [full_slots(program, padded).sizes]
     if evaluates:
@@ -110,7 +111,8 @@ def plan(model: Model, options: Options, ranks: int, micro_batches: int = 1, *, 
     held = {
         Kind.PARAMETER: sum(map(count.parameters, layouts.values())),
         Kind.GRADIENT: sum(map(count.gradients, learning.values())) + partial * count.master,
-        Kind.MOMENT: sum(s.size * (1 if s.name in single else moments) for layout in learning.values()
+        Kind.MOMENT: 0 if count.away else
+                     sum(s.size * (1 if s.name in single else moments) for layout in learning.values()
                          for s in count.owned(layout, rank)) * np.dtype(moment_dtype).itemsize
                      + sum(layout.shard_size for layout in learning.values()) * average * count.master,
         Kind.GATHERED: count.full_buffers(largest_slots(gathered)) + sum(
@@ -125,13 +127,15 @@ def plan(model: Model, options: Options, ranks: int, micro_batches: int = 1, *, 
 class Count:
     """Bytes of one unit, given its layout.
 
-    master, full, gradient: bytes of an element of a slice, of a gathered unit, of its gradient.
+    master, full, gradient: bytes of an element of a slice, of a gathered unit, of its gradient. away: masters, where gathers do
+        not send them, and moments are in the host's memory.
     """
 
     def __init__(self, options: Options, topo: Topology, on_host: bool) -> None:
         p = options.precision
         self.replicated, self.topo, self.wire, self.keep_ranks = options.replicated, topo, p.wire, options.keep_ranks
         self.replicas = 1 if options.replicated else topo.replicas
+        self.away = options.offloads_optimizer and not on_host
         arithmetic = DTYPES[p.master if on_host else p.param]
         self.master, self.full = DTYPES[p.master].itemsize, arithmetic.itemsize
         self.gradient, self.reduced = DTYPES[p.master if on_host else p.reduce].itemsize, DTYPES[p.reduce].itemsize
@@ -144,7 +148,7 @@ class Count:
         return self.wire.size(layout.shard_size) * self.wire.dtype.itemsize * self.replicas
 
     def parameters(self, layout: Layout) -> int:
-        return self.sent(layout) + (0 if self.sends_masters else layout.shard_size * self.master)
+        return self.sent(layout) + (0 if self.sends_masters or self.away else layout.shard_size * self.master)
 
     def gradients(self, layout: Layout) -> int:
         """The slice and, under hybrid sharding, what is summed in the group before."""

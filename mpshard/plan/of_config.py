@@ -23,7 +23,7 @@ def options_of(config: Config) -> Options:
     s, p = config.shard, config.precision
     return Options(s.strategy, s.prefetch, s.reshard_after_forward, s.unit, s.accumulate, s.deterministic, config.mesh.dp_shard,
                    config.mesh.dp_replicate, s.reduce, s.transport, s.progress, config.train.recompute,
-                   Precision(p.param, p.gather.removeprefix("param"), p.reduce))
+                   s.offload, Precision(p.param, p.gather.removeprefix("param"), p.reduce))
 
 
 def plan_of(config: Config, ranks: int, ranks_on_node: int = 0, rank: int = 0) -> Plan:
@@ -31,7 +31,12 @@ def plan_of(config: Config, ranks: int, ranks_on_node: int = 0, rank: int = 0) -
     configuration.validate(config, ranks)
     t, model = config.train, models.model_of(config)
     return plan(model, options_of(config), ranks, t.global_batch_size // (t.micro_batch_size * ranks), rank=rank,
-                ranks_on_node=ranks_on_node, evaluates=config.data.eval != "none", **_optimizer(config, model))
+                ranks_on_node=ranks_on_node, evaluates=config.data.eval != "none", on_host=_on_host(config), **_optimizer(config, model))
+
+
+def _on_host(config: Config) -> bool:
+    """Whether to plan for a CPU: unless a GPU is asked for, since what "auto" will find elsewhere is not known here."""
+    return config.run.device != "cupy"
 
 
 def _optimizer(config: Config, model: Model) -> dict[str, Any]:
@@ -59,9 +64,10 @@ def fewest_ranks(config: Config, device_bytes: int) -> int | None:
     The batch is taken to be one micro-batch a rank.
     """
     model, options, ranks = models.model_of(config), options_of(config), 1
-    activations = activation_bytes(model, options, config.train.micro_batch_size * config.data.seq_len)
+    on_host = _on_host(config)
+    activations = activation_bytes(model, options, config.train.micro_batch_size * config.data.seq_len, on_host)
     while ranks <= MOST_RANKS:
-        if plan(model, options, ranks, **_optimizer(config, model)).total + activations <= device_bytes:
+        if plan(model, options, ranks, on_host=on_host, **_optimizer(config, model)).total + activations <= device_bytes:
             return ranks
         ranks *= 2
     return None
@@ -74,9 +80,9 @@ def _row(config: Config, ranks: int, device_bytes: int, ranks_on_node: int) -> d
         return {"ranks": ranks, "problem": str(error)}
     options = options_of(config)
     tokens = config.train.micro_batch_size * config.data.seq_len
-    activations = activation_bytes(models.model_of(config), options, tokens)
+    activations = activation_bytes(models.model_of(config), options, tokens, _on_host(config))
     row = {"ranks": ranks, "micro_batches": config.train.global_batch_size // (config.train.micro_batch_size * ranks),
-           "transport": "shm" if topology(options, ranks, min(ranks_on_node, ranks)).shares_memory else "mpi",
+           "transport": "shm" if _on_host(config) and topology(options, ranks, min(ranks_on_node, ranks)).shares_memory else "mpi",
            "bytes": {kind.value: made.bytes[kind] for kind in Kind if kind in made.bytes}, "total_bytes": made.total,
            "activation_bytes_estimated": activations, "gathers": made.gathers, "reduces": made.reduces,
            "bytes_gathered": made.bytes_gathered, "bytes_reduced": made.bytes_reduced}

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full", prefetch: int = 1,
           reshard_after_forward: bool | int = True, unit: str | int | Sequence[str] = "block", accumulate: str = "auto",
           deterministic: bool = False, dp_shard: int = 0, dp_replicate: int = 0, reduce: str = "mpi",
-          transport: str = "auto", progress: str = "auto", recompute: str | int = "pointwise", precision: Precision | None = None,
-          device: Device | str = "numpy", seed: int = 0, ignore_index: int = -100, ranks_on_node: int = 0,
-          cuda_aware: str = "auto") -> Sharded:
+          transport: str = "auto", progress: str = "auto", recompute: str | int = "pointwise", offload: str = "none",
+          precision: Precision | None = None, device: Device | str = "numpy", seed: int = 0, ignore_index: int = -100,
+          ranks_on_node: int = 0, cuda_aware: str = "auto") -> Sharded:
     """Cut a model into units over the ranks of `comm` and give each rank its slice, filled with initial values.
 
     Parameters
@@ -60,6 +60,10 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     recompute: what backward makes again instead of keeping it: "none"; "pointwise": the results of norms and activation
         functions, a third of what a block keeps for about 1 % of the time; "block": whole blocks, of which only the input
         is kept; k: every k-th block.
+    offload: what waits in the host's memory for its next use on a GPU: "none"; "optimizer": moments, the average and, where
+        weights travel in a shorter format than theirs, the masters, unit by unit on the GPU for their update;
+        "activations": what forward keeps for backward, but of the last two stages; "all". Changes no bit; on a CPU,
+        whose memory is the host's, nothing.
     precision: formats of gathered weights, travelling gradients and masters; default fp32 throughout.
     device: "numpy", "cupy", "auto" (cupy where there is a GPU), or a Device.
     seed: with parameter names, decides initial values and dropout masks.
@@ -72,7 +76,7 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     ConfigError, on every rank, for a choice that is not known, cannot be combined or cannot be had here.
     """
     options = Options(strategy, prefetch, reshard_after_forward, unit, accumulate, deterministic, dp_shard, dp_replicate,
-                      reduce, transport, progress, recompute, precision or Precision())
+                      reduce, transport, progress, recompute, offload, precision or Precision())
     comm = communication.world if comm is None else comm
     mesh = Mesh(comm, _group_size(options, comm, ranks_on_node))
     if deterministic and mesh.world & (mesh.world - 1):

@@ -13,16 +13,20 @@ from mpshard.comm.transport import MessageTransport, Slot, Transport
 from mpshard.device.base import Accelerator, Array, Device, Kind
 from mpshard.nn.module import MicroBatch, Module
 from mpshard.shard import schedule
+from mpshard.shard.away import Away
 from mpshard.shard.observer import Observer
 from mpshard.shard.schedule import (
     Backward,
+    Fetch,
     Finish,
     Forward,
     Free,
     Gather,
     Instruction,
+    Offload,
     Program,
     Reduce,
+    Release,
     Slots,
     Stage,
     Step,
@@ -108,7 +112,9 @@ class Engine:
         self.full_gradients = Buffers(lambda size: transport.slot(size, unit.gradient_in, Kind.FULL_GRADIENT))
         self.handlers: dict[type, Callable[..., None]] = {
             Gather: self._gather, Forward: self._forward, Free: self._free, Backward: self._backward,
-            Reduce: self._reduce, Finish: self._finish, Step: self._step}
+            Reduce: self._reduce, Finish: self._finish, Step: self._step,
+            Offload: self._offload, Release: self._release, Fetch: self._fetch}
+        self.away = Away(cast(Accelerator, device))  # used by programs that offload, which are a device's
         self.recomputed: frozenset[str] = frozenset()  # stages that keep only their input, and run forward twice
         self.drops_cheap = False  # whether norms and activations are made again in backward
         self.loss_scale = 1.0
@@ -160,6 +166,7 @@ class Engine:
         self.tapes: dict[tuple[str, int], tuple[Tape, Tensor | None, Tensor | None]] = {}  # (stage, micro-batch): tape, input, output
         self.stream: dict[int, Tensor] = {}  # what flows between stages: activations forward, then gradients backward
         self.outputs: list[Tensor] = []
+        self.away.begin()
         in_place = self.transport.in_place
         self.full_of = self.full.fit(prepared.full.sizes) if self.encoded or not in_place else []
         self.words_of = self.words.fit(self._words(prepared.full.sizes)) if self.encoded and not in_place else []
@@ -258,6 +265,7 @@ class Engine:
                 self.waits_for = ""
                 self.counters.reduce_wait_s += waited_for_slot
                 waited += waited_for_slot
+        self.away.arrive((name, mb))
         tape, x, y = self.tapes.pop((name, mb))
         if name in self.recomputed:  # forward again, this time recorded; the tape draws the same random numbers
             tape = self._tape(name, mb, recording=True)
@@ -290,6 +298,19 @@ class Engine:
         self.counters.in_flight_s += in_flight
         if self.index == self.last_finish[instruction.unit]:
             gradients.start_settle()
+
+    def _offload(self, instruction: Offload) -> None:
+        key = instruction.stage, instruction.micro_batch
+        tape, x, _ = self.tapes[key]
+        self.away.offload(key, [*tape.kept(), *([] if x is None else [x])])
+
+    def _release(self, instruction: Release) -> None:
+        key = instruction.stage, instruction.micro_batch
+        self.away.release(key)
+        self.tapes[key][0].drop_unread()
+
+    def _fetch(self, instruction: Fetch) -> None:
+        self.away.fetch((instruction.stage, instruction.micro_batch))
 
     def _step(self, instruction: Step) -> None:
         """The gradients are complete after this; the optimizer runs outside, on the slices."""

@@ -29,12 +29,13 @@ class Options:
     transport: str = "auto"
     progress: str = "auto"
     recompute: str | int = "pointwise"
+    offload: str = "none"
     precision: Precision = field(default_factory=Precision)
 
     def __post_init__(self) -> None:
         for key, known in (("strategy", STRATEGIES), ("accumulate", ("auto", "sharded", "unsharded")),
                            ("reduce", ("mpi", "alltoall")), ("transport", ("auto", "mpi", "shm", "staged")),
-                           ("progress", ("auto", "poll", "thread"))):
+                           ("progress", ("auto", "poll", "thread")), ("offload", ("none", "optimizer", "activations", "all"))):
             if getattr(self, key) not in known:
                 raise ConfigError(f'shard.{key}="{getattr(self, key)}" is not known; use {", ".join(known)}')
         if self.prefetch < 0:
@@ -69,6 +70,16 @@ class Options:
     def keep_ranks(self) -> int:
         """How many ranks hold a unit together between forward and backward; 0 where that is all or every single one."""
         return self.reshard_after_forward if type(self.reshard_after_forward) is int else 0
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether masters and moments live in the host's memory."""
+        return self.offload in ("optimizer", "all")
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what forward keeps for backward waits in the host's memory."""
+        return self.offload in ("activations", "all")
 
     @property
     def stay(self) -> Stay:

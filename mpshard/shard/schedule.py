@@ -72,11 +72,35 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """Start copying what the stage's forward kept from the device to the host."""
+
+    stage: str
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """The device's copies of it are gone after this."""
+
+    stage: str
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Start copying it back, for the stage's backward."""
+
+    stage: str
+    micro_batch: int
+
+
+@dataclass(frozen=True)
 class Step:
     """One all-reduce for the loss and the norm, then the optimizer on every slice."""
 
 
-Instruction = Gather | Forward | Backward | Free | Reduce | Finish | Step
+Instruction = Gather | Forward | Backward | Free | Reduce | Finish | Offload | Release | Fetch | Step
 Program = tuple[Instruction, ...]
 
 
@@ -100,19 +124,19 @@ class Stay(Enum):
 
 
 def training_program(stages: Sequence[Stage], micro_batches: int, prefetch: int, stay: Stay = Stay.USE,
-                     reduce_once: bool = False, lag: int = 0) -> Program:
+                     reduce_once: bool = False, lag: int = 0, offload: bool = False) -> Program:
     """The instructions of a step.
 
     prefetch: how many stages ahead of its use a gather is started, in both directions. One reduce is in flight behind
     the compute. stay: see `Stay`. reduce_once: add up the micro-batches in the full gradient, which then stays, and
     reduce it after the last; else every micro-batch's gradient is reduced and added to the slice. lag: 1 for devices that
-    work while the host goes on, see the note; 0 for others.
+    work while the host goes on, see the note; 0 for others. offload: what forward keeps goes to the host and comes back.
     """
     uses: list[Forward | Backward] = []
     for mb in range(micro_batches):
         uses += [Forward(stage.name, mb) for stage in stages]
         uses += [Backward(stage.name, mb) for stage in reversed(trained(stages))]
-    return _schedule(stages, uses, prefetch, stay, reduce_once, lag) + (Step(),)
+    return _schedule(stages, uses, prefetch, stay, reduce_once, lag, offload) + (Step(),)
 
 
 def trained(stages: Sequence[Stage]) -> Sequence[Stage]:
@@ -127,13 +151,14 @@ def forward_program(stages: Sequence[Stage], prefetch: int, lag: int = 0) -> Pro
 
 
 def _schedule(stages: Sequence[Stage], uses: Sequence[Forward | Backward], prefetch: int, stay: Stay = Stay.USE,
-              reduce_once: bool = False, lag: int = 0) -> Program:
+              reduce_once: bool = False, lag: int = 0, offload: bool = False) -> Program:
     if lag not in (0, 1):
         raise ValueError(f"lag={lag}: a gather or reduce is started at once (0) or one use later (1)")
     by_name = {stage.name: stage for stage in stages}
     reads = [by_name[u.stage].reads if isinstance(u, Forward) else by_name[u.stage].backward_reads for u in uses]
     gathers, frees = _residencies(reads, [use.micro_batch for use in uses], prefetch, stay)
     opens, last_gradient = _gradient_spans(by_name, uses, reduce_once)
+    before, after = _travels(uses) if offload else ({}, {})
 
     program: list[Instruction] = []
     in_flight: list[Reduce] = []
@@ -149,7 +174,7 @@ def _schedule(stages: Sequence[Stage], uses: Sequence[Forward | Backward], prefe
         while opens.get(now) and in_flight and (len(in_flight) > 1 or in_flight[0].unit in opens[now]):
             done = in_flight.pop(0)
             program.append(Finish(done.unit, done.micro_batch))
-        program.append(use)
+        program += [*before.get(now, ()), use, *after.get(now, ())]
         free = frees.get(now, ())
         complete = [Reduce(unit, use.micro_batch) for unit in last_gradient.get(now, ())]
         if lag:
@@ -188,6 +213,24 @@ def _residencies(reads: Sequence[Sequence[str]], micro_batch: Sequence[int],
     for start, starting in gathers.items():  # among gathers of one moment, the unit needed first goes first
         starting.sort(key=lambda gather: next(t for t in times[gather.unit] if t >= start))
     return gathers, frees
+
+
+def _travels(uses: Sequence[Forward | Backward]) -> tuple[dict[int, list[Fetch]], dict[int, list[Offload | Release]]]:
+    """When what a forward keeps goes to the host and comes back: {use before which: copies}, {use after which: copies}.
+
+    It leaves behind the use after its own and arrives during the use before its backward, so that either copy has a use to
+    hide behind. Where it would be back as soon as it has left it stays: of the last two stages.
+    """
+    forward = {(use.stage, use.micro_batch): now for now, use in enumerate(uses) if isinstance(use, Forward)}
+    before: dict[int, list[Fetch]] = {}
+    after: dict[int, list[Offload | Release]] = {}
+    for again, use in enumerate(uses):
+        key = use.stage, use.micro_batch
+        if isinstance(use, Backward) and again - forward[key] > 3:
+            before.setdefault(again - 1, []).append(Fetch(*key))
+            after.setdefault(forward[key], []).append(Offload(*key))
+            after.setdefault(forward[key] + 1, []).insert(0, Release(*key))
+    return before, after
 
 
 def _gradient_spans(stages: dict[str, Stage], uses: Sequence[Forward | Backward],

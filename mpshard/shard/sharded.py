@@ -14,6 +14,7 @@ from mpshard.comm import collectives
 from mpshard.comm.mesh import Mesh
 from mpshard.comm.transport import MessageTransport, Transport
 from mpshard.device.base import Array, Device
+from mpshard.device.lasting import visits
 from mpshard.nn.init import fill
 from mpshard.nn.module import Cache, MicroBatch, Model
 from mpshard.shard import exact, schedule
@@ -67,7 +68,8 @@ class Sharded:
         neighbours = MessageTransport(mesh.neighbours(options.keep_ranks), device, progress) if options.keep_ranks else None
         self.units = {
             g.name: Unit(g, mesh, transport, progress, device, options.precision,
-                         replicated=options.replicated, deterministic=options.deterministic, neighbours=neighbours) for g in groups}
+                         replicated=options.replicated, deterministic=options.deterministic,
+                         master_away=options.offloads_optimizer, neighbours=neighbours) for g in groups}
         self.stages = stages_of(model, groups)
         self.engine = Engine(model.modules, self.stages, self.units, device, transport, progress.poll, neighbours)
         self.engine.recomputed = recomputed(model, options.recompute)
@@ -89,12 +91,13 @@ class Sharded:
         for unit in self.units.values():
             for segment in unit.segments:
                 values = np.asarray(read(segment.name, segment.start, segment.stop), unit.dtype)
-                unit.shard[segment.slice] = self.device.from_host(values)
+                unit.master.write(segment.slice, values)
         self.publish()
 
     def publish(self) -> None:
         """Bring what gathers send up to date with the masters, after they were changed. Collective."""
-        for pending in [unit.publish() for unit in self.units.values()]:
+        units = visits(self.device, list(self.units.values()), lambda unit: (unit.master,))
+        for pending in [unit.publish() for unit in units]:
             if pending is not None:
                 pending.wait()
 
@@ -224,9 +227,9 @@ class Sharded:
     def _program(self, micro_batches: int) -> Prepared:
         if micro_batches not in self._programs:
             o = self.options
-            lag = 0 if self.device.on_host else 1
-            program = (schedule.training_program(self.stages, micro_batches, o.prefetch, o.stay, o.reduce_once, lag) if micro_batches
-                       else schedule.forward_program(self.stages, o.prefetch, lag))
+            lag, offload = (0, False) if self.device.on_host else (1, o.offloads_activations)
+            program = (schedule.training_program(self.stages, micro_batches, o.prefetch, o.stay, o.reduce_once, lag, offload)
+                       if micro_batches else schedule.forward_program(self.stages, o.prefetch, lag))
             self._programs[micro_batches] = self.engine.prepare(program)
         return self._programs[micro_batches]
 

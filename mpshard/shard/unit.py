@@ -5,7 +5,8 @@ gradient has a life of its own, see `mpshard.shard.gradient`.
 
 Note on copies of a slice. `shard` is the master, in full precision. What a gather sends is the store: the master
 itself where weights travel as they are, else the master written in another format (`Wire`) or, under hybrid sharding,
-together with the slices of the ranks that hold replicas. `publish` brings the store up to date after an update.
+together with the slices of the ranks that hold replicas. `publish` brings the store up to date after an update. Where the
+store is another array than the master, the master may live in the host's memory: see `mpshard.device.lasting`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mpshard.comm.collectives import Pending, Progress
 from mpshard.comm.mesh import Mesh
 from mpshard.comm.transport import MessageTransport, Slot, Store, Transport
 from mpshard.device.base import Array, Device, Kind
+from mpshard.device.lasting import Lasting
 from mpshard.shard.gradient import UnitGradient
 from mpshard.shard.grouping import Group
 from mpshard.shard.layout import Layout, Segment, lay_out
@@ -41,13 +43,14 @@ class Unit:
     Attributes
     ----------
     layout: where each parameter lies; `segments` is this rank's part of it.
-    shard (m,): this rank's slice of the weights in full precision, the lasting copy.
+    master: this rank's slice (m,) of the weights in full precision, the lasting copy.
     owned: the segments that this rank writes to a checkpoint: all of its own, or where ranks hold the same, a share.
     gradients: this rank's slice of the gradient, and how it comes about; None for a unit that does not learn.
     """
 
     def __init__(self, group: Group, mesh: Mesh, transport: Transport, progress: Progress, device: Device,
-                 precision: Precision, *, replicated: bool, deterministic: bool, neighbours: MessageTransport | None = None) -> None:
+                 precision: Precision, *, replicated: bool, deterministic: bool, master_away: bool = False,
+                 neighbours: MessageTransport | None = None) -> None:
         self.name, self.parameters = group.name, list(group.parameters)
         self.mesh, self.transport, self.progress, self.device = mesh, transport, progress, device
         shapes = [(p.name, p.shape) for p in group.parameters]
@@ -61,7 +64,8 @@ class Unit:
         self.computes_in, self.gradient_in = precision.arithmetic(device), precision.gradient(device)
         self.travels_as_it_is = isinstance(self.wire, Plain) and self.wire.dtype == self.computes_in
         self.is_published = isinstance(self.wire, Plain) and self.wire.dtype == self.dtype and self.replicas == 1
-        self.shard = self.store.local if self.is_published else device.zeros(m, self.dtype, Kind.PARAMETER)
+        self.master = (Lasting.of(device, self.store.local) if self.is_published
+                       else Lasting(device, m, self.dtype, Kind.PARAMETER, master_away))
         self.gradients = UnitGradient(group, self.layout, mesh, transport, progress, device, precision,
                                       replicas=self.replicas, deterministic=deterministic) if group.trainable else None
         self.state, self.observer = State.SHARDED, None
@@ -87,6 +91,11 @@ class Unit:
         self._observer = observer
         if self.gradients is not None:
             self.gradients.observer = observer
+
+    @property
+    def shard(self) -> Array:
+        """The master's array, where it is now."""
+        return self.master.array
 
     @property
     def gradient(self) -> Array:

@@ -5,7 +5,8 @@
 // If they never do, the kernel is wrong, and the program says so and aborts. A thread that meets no barrier hands its
 // coroutine to the next one, so kernels without barriers cost a function call a thread.
 //
-// Shared memory that a launch asks for is filled with 0xFF bytes (NaN) before every block.
+// Shared memory that a launch asks for is filled with 0xFF bytes (NaN) before every block; what lies behind it always is,
+// and a kernel that writes to the first bytes of that is wrong, too.
 #include "cuda_on_cpu.hpp"
 #include <csetjmp>
 #include <cstdio>
@@ -66,9 +67,9 @@ static void resume(Fiber* fiber) {
     threadIdx.x = fiber->thread;
     _longjmp(fiber->place, 1);
 }
-static void run_block() {
+static void run_block(size_t shared) {
     next_thread = 0;
-    memset(dynamic_memory, 0xff, sizeof dynamic_memory);
+    memset(dynamic_memory, 0xff, shared);
     while (next_thread < blockDim.x) {  // each coroutine takes threads until one of them waits
         Fiber* idle = nullptr;
         for (auto& fiber : fibers) if (fiber->wait == IDLE) { idle = fiber.get(); break; }
@@ -99,12 +100,23 @@ static void run_block() {
         for (auto& warp : warps) for (Fiber* fiber : warp) resume(fiber);
     }
 }
-void run(Dim3 grid, unsigned threads, void (*kernel)(void**), void** args) {
+static void check_behind(size_t shared) {
+    for (size_t i = shared; i < shared + 256 && i < sizeof dynamic_memory; i++)
+        if (dynamic_memory[i] != (char)0xff) {
+            fprintf(stderr, "a kernel wrote to byte %zu of %zu bytes of shared memory\n", i, shared);
+            abort();
+        }
+    memset(dynamic_memory, 0xff, shared);
+}
+void run(Dim3 grid, unsigned threads, size_t shared, void (*kernel)(void**), void** args) {
+    static bool fresh = true;
+    if (fresh) memset(dynamic_memory, 0xff, sizeof dynamic_memory), fresh = false;
     body = kernel, arguments = args;
     gridDim = grid, blockDim = {threads, 1, 1};
     for (blockIdx.z = 0; blockIdx.z < grid.z; blockIdx.z++)
         for (blockIdx.y = 0; blockIdx.y < grid.y; blockIdx.y++)
-            for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) run_block();
+            for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) run_block(shared);
+    check_behind(shared);
 }
 // A thread writes into one set while others may still read the other: a warp is never more than one exchange apart.
 Message* messages() { return sets[current->parity ^= 1]; }

@@ -40,7 +40,7 @@ enum Wait { RUNNING, IDLE, FOR_WARP, FOR_BLOCK };
 void pause_for(Wait wait);  // until all threads of the warp or block have come here
 struct Message { unsigned words[8]; };
 Message* messages();  // of this thread's block, another set at every call
-void run(Dim3 grid, unsigned threads, void (*kernel)(void**), void** args);
+void run(Dim3 grid, unsigned threads, size_t shared, void (*kernel)(void**), void** args);
 
 // Put a message where the warp sees it, wait for all, return the warp's messages.
 template <typename M> inline const Message* exchange(const M& message) {

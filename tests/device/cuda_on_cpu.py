@@ -26,11 +26,12 @@ class Dim3(ctypes.Structure):
     _fields_ = [("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint)]
 
 
-def run(kernel: str, text: str, options: tuple[str, ...], grid: tuple[int, ...], threads: int, args: list[Any]) -> None:
-    """Run a grid to its end. text: the kernel's source. args: ctypes values, pointers as c_void_p."""
+def run(kernel: str, text: str, options: tuple[str, ...], grid: tuple[int, ...], threads: int, shared: int,
+        args: list[Any]) -> None:
+    """Run a grid to its end. text: the kernel's source. shared: bytes asked for. args: ctypes values, pointers as c_void_p."""
     library = _compiled(text, options)
     pointers = (ctypes.c_void_p * len(args))(*(ctypes.cast(ctypes.pointer(a), ctypes.c_void_p) for a in args))
-    library[f"run_{kernel}"](Dim3(*grid, *(1,) * (3 - len(grid))), ctypes.c_uint(threads), pointers)
+    library[f"run_{kernel}"](Dim3(*grid, *(1,) * (3 - len(grid))), ctypes.c_uint(threads), ctypes.c_size_t(shared), pointers)
 
 
 @cache
@@ -68,5 +69,5 @@ def _build(text: str, options: tuple[str, ...]) -> str:
 def _entry(kernel: str) -> str:
     """C++ that runs a kernel over a grid, with arguments behind an array of pointers."""
     values = ", ".join(f"*({kind}*)args[{i}]" for i, (kind, _) in enumerate(cupy_source.parameters(kernel)))
-    return (f'extern "C" void run_{kernel}(Dim3 grid, unsigned threads, void** args) '
-            f"{{ shim::run(grid, threads, [](void** args) {{ {kernel}({values}); }}, args); }}")
+    return (f'extern "C" void run_{kernel}(Dim3 grid, unsigned threads, size_t shared, void** args) '
+            f"{{ shim::run(grid, threads, shared, [](void** args) {{ {kernel}({values}); }}, args); }}")

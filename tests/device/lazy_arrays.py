@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -44,7 +46,7 @@ def overlap(a: list[Range], b: list[Range]) -> bool:
 
 class Stream:
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: Any = None) -> None:
-        self._queue: list[_Work] = []
+        self._queue: deque[_Work] = deque()
         self._done = 0  # number of the last work that ran
         CLOCK.streams.append(self)
 
@@ -64,11 +66,13 @@ class Stream:
 
     def _run_to(self, number: int) -> None:
         while self._queue and self._queue[0].number <= number:
-            work = self._queue.pop(0)
+            work = self._queue.popleft()
             work.run()
             for other in CLOCK.streams:
                 for older in other._queue:
-                    if other is not self and older.number < work.number and overlap(older.ranges, work.ranges):
+                    if other is self or older.number > work.number:  # queues are in the order of issue
+                        break
+                    if overlap(older.ranges, work.ranges):
                         raise RuntimeError(f"{work.name} ran before {older.name}, issued earlier on another stream, and both "
                                            "touch the same memory: an event is missing between them")
             self._done = max(self._done, work.number)
@@ -92,7 +96,7 @@ class Event:
     def done(self) -> bool:
         """A GPU goes on by itself: asked again, the work is done."""
         assert self._stream is not None
-        if any(work.number <= self._number for work in self._stream._queue):
+        if self._stream._queue and self._stream._queue[0].number <= self._number:
             self._asked += 1
             if self._asked == 1:
                 return False
@@ -187,13 +191,13 @@ class ndarray:
                  order: str = "C") -> None:
         self.dtype = np.dtype(dtype)
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        self.size = int(np.prod(self.shape, dtype=np.int64))
+        self.size = prod(self.shape)
         if memptr is None and self.size:
             raise RuntimeError("an array outside the account: it was not made by the device")
         self.data = memptr if memptr is not None else MemoryPointer(UnownedMemory(0, 0, None), 0)
         self.itemsize, self.nbytes, self.ndim = self.dtype.itemsize, self.size * self.dtype.itemsize, len(self.shape)
         if strides is None:
-            strides = tuple(self.itemsize * int(np.prod(self.shape[i + 1:], dtype=np.int64)) for i in range(self.ndim))
+            strides = tuple(self.itemsize * prod(self.shape[i + 1:]) for i in range(self.ndim))
         self.strides = tuple(strides)
 
     # -- views

@@ -80,7 +80,7 @@ class RawKernel:
             values.append(value)
             ranges += touched
         code, options = self._module.code, self._module.options
-        stream_of_work()._issue(self._name, ranges, lambda: cuda_on_cpu.run(self._name, code, options, grid, block[0], values))
+        stream_of_work()._issue(self._name, ranges, lambda: cuda_on_cpu.run(self._name, code, options, grid, block[0], shared_mem, values))
 
     def _argument(self, arg: Any, kind: str, name: str) -> tuple[Any, list[Range]]:
         where = f"{self._name}, argument {name}"

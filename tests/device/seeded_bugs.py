@@ -17,6 +17,7 @@ from tests import golden
 from tests.device import lazy_cupy
 from tests.models_small import deal, golden_sharded
 
+DONE_ON_DEVICE = SimpleNamespace(done=True, synchronize=lambda: None)  # so does this, to the device
 DONE = SimpleNamespace(done=True, synchronize=lambda: None)  # an event that claims to be done
 
 
@@ -69,6 +70,34 @@ def pinned_memory_freed_while_it_is_copied(m: SimpleNamespace) -> None:
     m.memory.deque = Forgetful  # uploads are kept in one; so are the account's returns, which change no number
 
 
+def update_of_what_is_still_on_its_way(m: SimpleNamespace) -> None:
+    m.lasting._wait_for = nothing
+
+
+def activation_gone_before_it_has_left(m: SimpleNamespace) -> None:
+    release = m.away.Away.release
+
+    def released(self: Any, key: Any) -> None:
+        for entry in self.moved[key]:
+            entry.event = DONE_ON_DEVICE
+        release(self, key)
+
+    m.away.Away.release = released
+    m.memory.CupyMemory.wait = lambda self, event: None if event is DONE_ON_DEVICE else self.compute.wait_event(event)
+
+
+def activation_read_before_it_is_back(m: SimpleNamespace) -> None:
+    fetch = m.away.Away.fetch
+
+    def fetched(self: Any, key: Any) -> None:
+        fetch(self, key)
+        for entry in self.moved[key]:
+            entry.event = DONE_ON_DEVICE
+
+    m.away.Away.fetch = fetched
+    m.memory.CupyMemory.wait = lambda self, event: None if event is DONE_ON_DEVICE else self.compute.wait_event(event)
+
+
 def loss_read_without_waiting(m: SimpleNamespace) -> None:
     def read(self: Any, scalars: Any) -> np.ndarray:
         host = self.pinned(8 * len(scalars)).view(np.float64)
@@ -86,7 +115,9 @@ BUGS: dict[str, tuple[str, Callable[[SimpleNamespace], None]]] = {  # name: tran
         ("staged", slot_gathered_into_while_it_is_read), ("mpi", slice_sent_before_it_is_updated),
         ("staged", slice_sent_before_it_is_updated), ("staged", copies_not_waited_for),
         ("staged", event_recorded_on_the_wrong_stream), ("staged", kernel_on_the_wrong_stream),
-        ("mpi", host_array_slipped_in), ("mpi", pinned_memory_freed_while_it_is_copied), ("mpi", loss_read_without_waiting))}}
+        ("mpi", host_array_slipped_in), ("mpi", pinned_memory_freed_while_it_is_copied), ("mpi", loss_read_without_waiting),
+        ("mpi", update_of_what_is_still_on_its_way), ("mpi", activation_gone_before_it_has_left),
+        ("mpi", activation_read_before_it_is_back))}}
 
 
 def main(name: str, steps: int = 3) -> None:
@@ -96,13 +127,15 @@ def main(name: str, steps: int = 3) -> None:
 
         import mpshard.device.cupy_memory as memory
         from mpshard.comm import staged
-        from mpshard.device import open_device
+        from mpshard.device import lasting, open_device
         from mpshard.optim import AdamW
+        from mpshard.shard import away
 
-        staged.CHUNK = 4096
-        plant(SimpleNamespace(staged=staged, memory=memory))
+        staged.CHUNK, away.SMALLEST = 4096, 1
+        plant(SimpleNamespace(staged=staged, memory=memory, lasting=lasting, away=away))
         comm, reference = MPI.COMM_WORLD, golden.load("gpt2")
-        sharded = golden_sharded(reference, comm, device=open_device("cupy", poison=True), transport=transport, cuda_aware="yes")
+        sharded = golden_sharded(reference, comm, device=open_device("cupy", poison=True), transport=transport, cuda_aware="yes",
+                                 offload="all")
         adamw = dict(reference.meta["adamw"])
         optim = AdamW(sharded, **{**adamw, "betas": tuple(adamw["betas"])}, clip_grad_norm=reference.meta["clip_grad_norm"])
         for step in range(steps):

@@ -38,12 +38,9 @@ def stages(blocks: int, tied: bool = False, embed_backward_reads: bool = False) 
             Stage("head", head, head, head)]
 
 
-WORD = {Gather: "Gather", Free: "Free", Reduce: "Reduce", Finish: "Finish", Forward: "Forward", Backward: "Backward"}
-
-
 def words(program: Program) -> list[str]:
     """One micro-batch's program as short text."""
-    return [f"{WORD[type(i)]} {getattr(i, 'unit', None) or i.stage}" if not isinstance(i, Step) else "Step" for i in program]
+    return [f"{type(i).__name__} {getattr(i, 'unit', None) or i.stage}" if not isinstance(i, Step) else "Step" for i in program]
 
 
 def count(program: Program, kind: type) -> Counter[str]:

@@ -8,11 +8,14 @@ from hypothesis import strategies as st
 
 from mpshard.shard.schedule import (
     Backward,
+    Fetch,
     Finish,
     Forward,
     Free,
     Gather,
+    Offload,
     Reduce,
+    Release,
     Stay,
     forward_program,
     full_slots,
@@ -38,6 +41,21 @@ def test_the_walk_of_the_design_with_lag():
         "Backward embed", "Reduce block0",
         "Reduce embed",
         "Finish block1", "Finish block0", "Finish embed",
+        "Step",
+    ]
+
+
+def test_the_walk_with_activations_that_go_and_come_back():
+    program = training_program(stages(2), micro_batches=1, prefetch=1, lag=1, offload=True)
+    assert words(i for i in program if not isinstance(i, Gather | Free | Reduce | Finish)) == [
+        "Forward embed", "Offload embed",
+        "Forward block0", "Release embed", "Offload block0",
+        "Forward block1", "Release block0",  # its own would be back before they have left
+        "Forward head",
+        "Backward head",
+        "Fetch block0", "Backward block1",
+        "Fetch embed", "Backward block0",
+        "Backward embed",
         "Step",
     ]
 
@@ -107,6 +125,35 @@ def test_a_lagging_program_reads_what_is_there(case):
                 assert len(resident) <= prefetch + 1
         assert not resident and not gradients
         assert peak <= 3 or once or not untied(chain)
+
+
+@given(cases)
+def test_what_goes_to_the_host_comes_back_before_it_is_read(case):
+    chain, micro_batches, prefetch, stay, once = case
+    program = training_program(chain, micro_batches, prefetch, stay, once, 1, offload=True)
+    assert [i for i in program if not isinstance(i, Offload | Release | Fetch)] == list(
+        training_program(chain, micro_batches, prefetch, stay, once, 1))
+    state, since = {}, {}
+    for instruction in program:
+        match instruction:
+            case Forward(stage, mb):
+                state[stage, mb] = "made"
+            case Offload(stage, mb):
+                assert state[stage, mb] == "made"
+                state[stage, mb] = "leaving"
+            case Release(stage, mb):
+                assert state[stage, mb] == "leaving"
+                state[stage, mb] = "away"
+            case Fetch(stage, mb):
+                assert state[stage, mb] == "away"
+                state[stage, mb] = "coming"
+            case Backward(stage, mb):
+                assert state.pop((stage, mb)) in ("made", "coming")
+        if isinstance(instruction, Forward | Backward):
+            for key, value in state.items():  # a copy has a use to hide behind, and no more
+                since[key, value] = since.get((key, value), 0) + 1
+                assert since[key, value] <= 1 or value not in ("leaving", "coming")
+    assert set(state.values()) <= {"made"}  # of stages before the first that learns
 
 
 @given(cases)
