@@ -38,6 +38,7 @@ from mpshard.optim import AdamW
 from mpshard.shard import shard
 from tests.unprivileged import unprivileged
 
+RANKS = (2, 3, 4)
 TIMEOUT = 180
 SEQUENCES, T = 12, 9  # of a step
 MODELS = {

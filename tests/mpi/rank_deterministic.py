@@ -15,7 +15,9 @@ from tests.models_small import deal, gappy_batch
 
 RANKS = (2, 4, 8)
 TIMEOUT = 300
-STEPS, SEQUENCES, T, VOCAB = 20, 24, 11, 101  # 3 micro-batches a rank at 8 ranks, 24 at one: neither fills its tree
+STEPS, T, VOCAB = 20, 11, 101
+# One a micro-batch: 3 a rank at 8 ranks, or at 4, do not fill the tree, nor do all on one rank.
+SEQUENCES, FEWER = 24, 12
 MODELS = {
     "gpt2": lambda: gpt2(GPT2Config(vocab_size=VOCAB, max_seq_len=T, n_layers=2, d_model=26, n_heads=2, dropout=0.1)),
     "llama": lambda: llama(LlamaConfig(vocab_size=VOCAB, max_seq_len=T, n_layers=2, d_model=24, n_heads=4, n_kv_heads=2, d_ff=40)),
@@ -26,8 +28,8 @@ ON_4_RANKS = [{"prefetch": 0}, {"prefetch": 3}, {"unit": 2}, {"unit": "20kB"}, {
               {"strategy": "optim", "transport": "mpi"}, {"transport": "shm", "ranks_on_node": 1}]
 
 
-def batch(step):
-    return gappy_batch(step, SEQUENCES, T, VOCAB)
+def batch(step, sequences):
+    return gappy_batch(step, sequences, T, VOCAB)
 
 
 class Run:
@@ -38,11 +40,11 @@ class Run:
         self.sharded = shard(MODELS[name](), comm, seed=3, device=open_device("numpy", poison=True), deterministic=True, **options)
         self.optim = AdamW(self.sharded, lr=1e-2, clip_grad_norm=1.0)
 
-    def train(self, first, last):
+    def train(self, first, last, sequences=SEQUENCES):
         """(loss, norm) of steps [first, last)."""
         outputs = []
         for step in range(first, last):
-            outputs.append(self.sharded.step(deal(*batch(step), 1, self.comm.rank, self.comm.size)))
+            outputs.append(self.sharded.step(deal(*batch(step, sequences), 1, self.comm.rank, self.comm.size)))
             self.optim.step(outputs[-1])
         return [(output.loss, output.grad_norm) for output in outputs]
 
@@ -52,13 +54,14 @@ class Run:
 
 @pytest.fixture(scope="module")
 def alone(comm):
-    """What one rank by itself gets: name -> ([(loss, norm)], weights)."""
+    """What one rank by itself gets: name, sequences -> ([(loss, norm)], weights)."""
 
-    def train(name):
+    def train(name, sequences):
         run = Run(MPI.COMM_SELF, name)
-        return run.train(0, STEPS), run.weights()
+        return run.train(0, STEPS, sequences), run.weights()
 
-    return comm.bcast({name: train(name) for name in MODELS} if comm.rank == 0 else None)
+    cases = [(name, SEQUENCES) for name in MODELS] + [("gpt2", FEWER)] * (comm.size == 4)
+    return comm.bcast({case: train(*case) for case in cases} if comm.rank == 0 else None)
 
 
 def assert_equal(weights, expected):
@@ -71,8 +74,9 @@ def assert_equal(weights, expected):
 def test_the_bits_of_one_rank(comm, alone, name, options):
     if comm.size != 4 and options in ON_4_RANKS:
         pytest.skip("on 4 ranks")
+    sequences = FEWER if options in ON_4_RANKS else SEQUENCES
     run = Run(comm, name, **options)
-    found, (expected, weights) = run.train(0, STEPS), alone[name]
+    found, (expected, weights) = run.train(0, STEPS, sequences), alone[name, sequences]
     run.sharded.close()
     assert found == expected
     assert_equal(run.weights(), weights)
@@ -94,7 +98,7 @@ def test_resumed_on_half_or_twice_as_many_ranks(comm, alone, shared_tmp_path, na
         opened = open_on_all(on, comm.bcast(directory) if on is comm else directory)
         assert load_training(run.sharded, run.optim, opened).world == writer.size
         found += run.train(len(found), last)
-    expected, weights = alone[name]
+    expected, weights = alone[name, SEQUENCES]
     assert found == expected
     assert_equal(run.weights(), weights)
     run.sharded.close()

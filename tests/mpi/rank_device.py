@@ -54,7 +54,7 @@ def run(name, comm, device, steps, micro=1, scale=1.0, **options):
 
 @pytest.mark.parametrize("name", golden.NAMES)
 def test_equal_to_pytorch(comm, device, name, transport):
-    steps = 20 if transport == "staged" or comm.size == 1 else 4
+    steps = 20 if transport == "staged" else 4
     reference, sharded, outputs = run(name, comm, device, steps, 12 // comm.size, transport=transport)
     assert sharded.transport.name == (transport if comm.size > 1 else "mpi")
     np.testing.assert_allclose([o.loss for o in outputs], reference.losses64[:steps], rtol=1e-5)

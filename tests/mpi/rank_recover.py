@@ -23,7 +23,7 @@ from mpshard.recover.status import Ended
 from mpshard.shard import shard
 from mpshard.shard.precision import Precision
 
-RANKS = (1, 2, 4)
+RANKS = (1, 4)
 SETTINGS = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.dropout=0.1", "data.seq_len=8", "train.global_batch_size=4",
             "train.micro_batch_size=1", "train.steps=12", "checkpoint.every=4"]
 
