@@ -24,7 +24,7 @@ from mpshard.bench.work import Product
 from mpshard.comm import cuda_probe, facts, shared
 from mpshard.comm.facts import MpiFacts, RankFacts
 from mpshard.comm.mesh import Mesh
-from mpshard.device import mkl, open_device, why_no_cupy
+from mpshard.device import compiled, cpu_kernels, mkl, open_device, why_no_cupy
 from mpshard.device.blas import BlasInfo, blas_info, cpu_flags, set_blas_threads
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def examine(comm: MPI.Comm, environ: Mapping[str, str]) -> dict[str, Any]:
         judge_versions(ranks),
         judge_cores(ranks),
         judge_blas(blas_info(), mesh.cores, threads, environ, cpu_flags()),
+        judge_kernels(comm.allgather(cpu_kernels()[-1]), compiled.load()),
         judge_bf16(mkl.find()),
         judge_transport(comm.size, problem),
         judge_shm(ranks),
@@ -143,6 +144,16 @@ def judge_blas(blas: BlasInfo, cores: int, threads: int, environ: Mapping[str, s
     if blas.name == "unknown":
         return Check("BLAS", Verdict.SLOW, "none that threadpoolctl recognises", "install numpy's wheel, which brings OpenBLAS")
     return Check("BLAS", Verdict.OK, found)
+
+
+def judge_kernels(chosen: Sequence[str], found: object) -> Check:
+    """Whose kernels a CPU runs. chosen: of each rank. found: of `mpshard.device.compiled.load`."""
+    common = min(chosen, key=("numpy", *compiled.ORDER).index)
+    if common == "numpy":
+        reason = found if isinstance(found, str) else "some ranks have no compiled ones"
+        return Check("kernels", Verdict.SLOW, f"NumPy's: {reason}", "install mpshard where there is a C compiler")
+    slower = f"; some ranks could do more than {common}" if len(set(chosen)) > 1 else ""
+    return Check("kernels", Verdict.OK, f"compiled, for {common}{slower}")
 
 
 def judge_bf16(found: object) -> Check:

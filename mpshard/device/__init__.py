@@ -6,15 +6,19 @@ from importlib.util import find_spec
 
 from mpshard.config import ConfigError
 from mpshard.device.base import Array, Device, Kind, Memory
+from mpshard.device.compiled import CompiledDevice, all_instructions
+from mpshard.device.numpy_device import NumpyDevice
 
-__all__ = ["Array", "Device", "Kind", "Memory", "open_device", "why_no_cupy"]
+__all__ = ["Array", "Device", "Kind", "Memory", "cpu_kernels", "open_device", "why_no_cupy"]
 
 
-def open_device(name: str = "auto", poison: bool = False, node_rank: int = 0, node_ranks: int = 1, tf32: bool = False) -> Device:
+def open_device(name: str = "auto", poison: bool = False, node_rank: int = 0, node_ranks: int = 1, tf32: bool = False,
+                kernels: str = "") -> Device:
     """The device called "numpy" or "cupy"; "auto" is CuPy where it is installed and finds a GPU, else NumPy.
 
     node_rank, node_ranks: this rank's number among those of its node, and how many they are: each takes one of the node's
-    GPUs, in turn. tf32: let tensor cores round the inputs of float32 products on a GPU.
+    GPUs, in turn. tf32: let tensor cores round the inputs of float32 products on a GPU. kernels: of a CPU, one of
+    `cpu_kernels`; default the last.
 
     Raises ConfigError for another name and where CuPy is asked for and cannot be had.
     """
@@ -24,12 +28,16 @@ def open_device(name: str = "auto", poison: bool = False, node_rank: int = 0, no
     if name == "cupy" and reason is not None:
         raise ConfigError(f"run.device=cupy cannot be used: {reason}; use run.device=numpy")
     if name == "numpy" or reason is not None:
-        from mpshard.device.numpy_device import NumpyDevice
-
-        return NumpyDevice(poison)
+        kernels = kernels or cpu_kernels()[-1]
+        return NumpyDevice(poison) if kernels == "numpy" else CompiledDevice(poison, kernels)
     from mpshard.device.cupy_device import CupyDevice
 
     return CupyDevice(poison, node_rank, node_ranks, tf32)
+
+
+def cpu_kernels() -> tuple[str, ...]:
+    """Whose kernels a CPU can run here, the best last: NumPy's, and compiled ones for each set of instructions."""
+    return ("numpy", *all_instructions())
 
 
 def why_no_cupy() -> str | None:

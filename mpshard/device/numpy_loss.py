@@ -30,7 +30,6 @@ class LossKernels(DenseKernels):
         step = block_rows(len(valid), v * x.itemsize, CHUNK_BYTES)
         logits = self.empty((step, v), x.dtype)
         packed, scaled = self.empty((2, step, d), x.dtype)
-        ones = np.ones(v, x.dtype)
         value = 0.0
         for block in blocks(len(valid), v * x.itemsize, CHUNK_BYTES):
             tokens, rows = valid[block], block.stop - block.start
@@ -40,10 +39,10 @@ class LossKernels(DenseKernels):
             e, labels, sums = logits[:rows], targets[tokens], np.empty(rows, x.dtype)
             self.matmul(inputs, table.T, out=e)
             with np.errstate(over="ignore", invalid="ignore"):
-                loss = _exponentials(e, labels, ones, sums, shifted=False)
+                loss = self.exponentials(e, labels, sums, shifted=False)
             if not (sums.min() > SMALL and sums.max() < LARGE):
                 self.matmul(inputs, table.T, out=e)
-                loss = _exponentials(e, labels, ones, sums, shifted=True)
+                loss = self.exponentials(e, labels, sums, shifted=True)
             value += loss
             if dx is None and dtable is None:
                 continue
@@ -63,22 +62,21 @@ class LossKernels(DenseKernels):
             dtable.fill(0)
         return value, dx
 
+    def exponentials(self, logits: np.ndarray, labels: np.ndarray, sums: np.ndarray, shifted: bool) -> float:
+        """Turn logits (rows, v) into exp(logits), in place, if `shifted` less the row maximum first.
 
-def _exponentials(logits: np.ndarray, labels: np.ndarray, ones: np.ndarray, sums: np.ndarray, shifted: bool) -> float:
-    """Turn logits (rows, v) into exp(logits), in place, if `shifted` less the row maximum first.
-
-    sums (rows,) receives the row sums. Returns the sum over rows of log(sum) - logit of the label.
-    """
-    value = 0.0
-    for block in blocks(len(logits), logits.shape[1] * logits.itemsize):
-        part = logits[block]
-        if shifted:
-            part -= part.max(axis=1, keepdims=True)
-        at_label = part[np.arange(len(part)), labels[block]]
-        np.exp(part, out=part)
-        np.matmul(part, ones, out=sums[block])
-        value += float(np.sum(np.log(sums[block], dtype=np.float64) - at_label))
-    return value
+        sums (rows,) receives the row sums. Returns the sum over rows of log(sum) - logit of the label.
+        """
+        value, ones = 0.0, np.ones(logits.shape[1], logits.dtype)
+        for block in blocks(len(logits), logits.shape[1] * logits.itemsize):
+            part = logits[block]
+            if shifted:
+                part -= part.max(axis=1, keepdims=True)
+            at_label = part[np.arange(len(part)), labels[block]]
+            np.exp(part, out=part)
+            np.matmul(part, ones, out=sums[block])
+            value += float(np.sum(np.log(sums[block], dtype=np.float64) - at_label))
+        return value
 
 
 def _check_targets(targets: np.ndarray, valid: np.ndarray, v: int) -> None:

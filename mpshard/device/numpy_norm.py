@@ -46,7 +46,7 @@ class NormKernels(NumpyMemory):
         centred_all, product_all = self.empty((2, step, d), x.dtype)
         weight_mean = weight / d
         ones = np.ones(step, x.dtype)
-        columns = _Columns(d, x.dtype)
+        columns = Columns(d, x.dtype)
         for block in blocks(len(x2), d * x.itemsize):
             g, mean, inverse, rows = dy2[block], stats[0, block], stats[1, block], block.stop - block.start
             centred, product = centred_all[:rows], product_all[:rows]
@@ -87,7 +87,7 @@ class NormKernels(NumpyMemory):
         step = block_rows(len(x2), d * x.itemsize)
         scaled_all, product_all = self.empty((2, step, d), x.dtype)
         weight_mean = weight / d
-        columns = _Columns(d, x.dtype)
+        columns = Columns(d, x.dtype)
         for block in blocks(len(x2), d * x.itemsize):
             g, inverse, rows = dy2[block], stats[block], block.stop - block.start
             scaled, product = scaled_all[:rows], product_all[:rows]
@@ -102,7 +102,7 @@ class NormKernels(NumpyMemory):
         return out
 
 
-class _Columns:
+class Columns:
     """Column sums of all blocks, kept apart until the end: the target is then touched once."""
 
     def __init__(self, d: int, dtype: np.dtype) -> None:

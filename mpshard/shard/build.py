@@ -15,7 +15,7 @@ from mpshard.comm.mesh import Mesh
 from mpshard.comm.staged import device_transport
 from mpshard.comm.transport import MessageTransport, ReplicaTransport, Transport
 from mpshard.config import ConfigError
-from mpshard.device import mkl, open_device
+from mpshard.device import compiled, cpu_kernels, mkl, open_device
 from mpshard.device.base import Accelerator, Device
 from mpshard.device.numpy_device import NumpyDevice
 from mpshard.nn.module import Model
@@ -32,7 +32,7 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
           deterministic: bool = False, dp_shard: int = 0, dp_replicate: int = 0, reduce: str = "mpi",
           transport: str = "auto", progress: str = "auto", recompute: str | int = "pointwise", offload: str = "none",
           precision: Precision | None = None, device: Device | str = "numpy", seed: int = 0, ignore_index: int = -100,
-          ranks_on_node: int = 0, cuda_aware: str = "auto") -> Sharded:
+          ranks_on_node: int = 0, cuda_aware: str = "auto", kernels: str = "auto") -> Sharded:
     """Cut a model into units over the ranks of `comm` and give each rank its slice, filled with initial values.
 
     Parameters
@@ -70,6 +70,8 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     ignore_index: the target that means "nothing to learn here".
     ranks_on_node: 0, what MPI says; a divisor of it cuts a node into several, for tests.
     cuda_aware: whether MPI takes GPU memory: "yes", "no", or "auto", which tries.
+    kernels: of a CPU: "numpy"; "compiled", the best that all ranks have; "auto", compiled where there are any. Their last
+        bits differ.
 
     Raises
     ------
@@ -82,7 +84,8 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     if deterministic and mesh.world & (mesh.world - 1):
         raise ConfigError(f"shard.deterministic=true needs a power of two ranks, not {mesh.world}")
     opened = agree(mesh.comm, lambda: open_device(
-        device, False, mesh.node_rank, mesh.ranks_on_node, options.precision.tf32)) if isinstance(device, str) else device
+        device, False, mesh.node_rank, mesh.ranks_on_node, options.precision.tf32,
+        _kernels(kernels, comm))) if isinstance(device, str) else device
     if opened.on_host:
         if isinstance(device, str) and options.precision.param == "bf16":
             _multiply_bf16(cast(NumpyDevice, opened), mesh.comm)
@@ -94,6 +97,19 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
         # It takes only the stores and slots that it makes.
         carrier = cast(Transport, device_transport(mesh.group, cast(Accelerator, opened), mover, transport, cuda_aware))
     return Sharded(model, mesh, opened, carrier, mover, options, seed=seed, ignore_index=ignore_index)
+
+
+def _kernels(choice: str, comm: MPI.Comm) -> str:
+    """Whose kernels all ranks take on a CPU: if they differed, so would what replicas compute."""
+    if choice not in ("auto", "numpy", "compiled"):
+        raise ConfigError(f'run.kernels="{choice}" is not known; use auto, numpy, compiled')
+    known = ("numpy", *compiled.ORDER)
+    common = -int(collectives.all_max(comm, np.array([-known.index(cpu_kernels()[-1])], np.int64))[0])
+    if choice == "compiled" and not common:
+        reason = compiled.load()
+        raise ConfigError("run.kernels=compiled cannot be had"
+                          + (f": {reason}" if isinstance(reason, str) else ": some ranks have none; use auto"))
+    return "numpy" if choice == "numpy" else known[common]
 
 
 def _multiply_bf16(device: NumpyDevice, comm: MPI.Comm) -> None:

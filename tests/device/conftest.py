@@ -1,12 +1,20 @@
 import numpy as np
 import pytest
 
+from mpshard.device import compiled
 from mpshard.device.numpy_device import NumpyDevice
 
 
-@pytest.fixture
-def device():
-    return NumpyDevice(poison=True)
+@pytest.fixture(params=["numpy", "plain", "avx2", "avx512"])
+def device(request):
+    """The NumPy device: NumPy's kernels, and the compiled ones of every set of instructions that this processor has."""
+    if request.param == "numpy":
+        return NumpyDevice(poison=True)
+    if isinstance(reason := compiled.load(), str):
+        pytest.skip(f"no compiled kernels: {reason}")
+    if request.param not in compiled.all_instructions():
+        pytest.skip(f"this processor has no {request.param}")
+    return compiled.CompiledDevice(poison=True, chosen=request.param)
 
 
 @pytest.fixture

@@ -21,6 +21,11 @@ SHAPES = [  # b, t, h, k, e
     (2, 200, 6, 2, 8),
     (1, 500, 9, 3, 4),
     (3, 33, 4, 1, 16),
+    # Compiled kernels, of whole vectors: blocks of 64 that are full, one more and one less, in groups and not.
+    (1, 64, 1, 1, 64),
+    (2, 129, 2, 2, 48),
+    (1, 255, 6, 2, 16),
+    (1, 200, 2, 1, 128),
 ]
 
 
@@ -117,6 +122,25 @@ def test_a_late_key_far_above_the_rest(device):
         expected = reference.attention(qkv, 1, 1, 1.0)
         assert_allclose(y, expected[0], rtol=1e-9, atol=1e-12)
         assert_allclose(lse, expected[1], rtol=1e-11)
+
+
+def test_short_numbers_reach_as_far(device):
+    """The same two in float32: of whole vectors, so that the compiled kernels take part."""
+    random, e = np.random.default_rng(2), 16
+    for where, height in ((0, 100), (100, 100), (299, 100), (250, -100)):
+        qkv, dy = make(random, 1, 300, 1, 1, e)
+        qkv[0, :, 0] = 1
+        qkv[0, where, e] = height
+        if height < 0:
+            qkv[0, :, e] = height  # no score near zero
+        single = qkv.astype(np.float32)
+        y, lse = device.attention(single, 1, 1, 1.0)
+        expected = reference.attention(single.astype(np.float64), 1, 1, 1.0)
+        assert_allclose(y, expected[0], rtol=0, atol=1e-4)
+        assert_allclose(lse, expected[1], rtol=1e-6, atol=1e-4)
+        dqkv = device.attention_backward(dy.astype(np.float32), single, y, lse, 1, 1, 1.0)
+        whole = device.attention_backward(dy, qkv, *expected, 1, 1, 1.0)
+        assert_allclose(dqkv, whole, rtol=0, atol=3e-4 * np.abs(whole).max())
 
 
 def test_memory_grows_linearly_with_the_sequence(device, random):

@@ -1,0 +1,462 @@
+// The compiled kernels' bodies, included by compiled.c once for each set of instructions. float32 throughout.
+//
+// Elementwise work is plain loops that the compiler turns into vectors (`omp simd`); what matters more is that each is one
+// pass over memory, where NumPy needs a dozen over blocks in the cache. Attention has products of its own: blocks of 64 x 64
+// scores never leave the first-level cache, and what lies above the diagonal is not computed.
+//
+// LANES: floats of a vector. ROWS x COLUMNS vectors of a product's tile stay in registers.
+
+typedef float NAME(vec) __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+#define vec NAME(vec)
+
+// exp(x), relative error below 2e-7; 0 and infinity where they are due, NaN stays. x = n ln 2 + r, |r| <= ln 2 / 2; a
+// polynomial in r (Taylor's, degree 6); 2^n in two factors, so that the results at both ends are right.
+INLINE float NAME(exp)(float x) {
+    x = x < -104.0f ? -104.0f : x;
+    x = x > 89.0f ? 89.0f : x;
+    float shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the integer is in the lower bits
+    float n = shifted - 12582912.0f;
+    float r = x - n * 0.693145751953125f;
+    r = r - n * 1.42860682030941723212e-6f;
+    float p = 1.388888889e-3f;
+    p = p * r + 8.333333333e-3f;
+    p = p * r + 4.166666667e-2f;
+    p = p * r + 1.666666667e-1f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    int whole = bits_of(shifted) - 0x4B400000;
+    int half = whole >> 1;
+    return p * float_of((half + 127) << 23) * float_of((whole - half + 127) << 23);
+}
+
+// -- activations -----------------------------------------------------------------------------
+// The tanh form is x / (1 + exp(-w)), w = x (LINEAR + CUBIC x^2).
+#define LINEAR 1.5957691216057308f
+#define CUBIC (LINEAR * 0.044715f)
+
+EXPORT void NAME(gelu)(long n, const float *x, float *y) {
+    #pragma omp simd
+    for (long i = 0; i < n; i++) y[i] = x[i] / (1.0f + NAME(exp)(-x[i] * (LINEAR + CUBIC * x[i] * x[i])));
+}
+
+EXPORT void NAME(gelu_backward)(long n, const float *dy, const float *x, float *dx) {
+    #pragma omp simd
+    for (long i = 0; i < n; i++) {
+        float square = x[i] * x[i];
+        float s = 1.0f / (1.0f + NAME(exp)(-x[i] * (LINEAR + CUBIC * square)));
+        dx[i] = dy[i] * (s + x[i] * s * (1.0f - s) * (LINEAR + 3.0f * CUBIC * square));
+    }
+}
+
+// Rows of 2f: gate, up. silu(gate) * up.
+EXPORT void NAME(swiglu)(long n, long f, const float *gate_up, float *y) {
+    for (long row = 0; row < n; row++, gate_up += 2 * f, y += f) {
+        const float *gate = gate_up, *up = gate_up + f;
+        #pragma omp simd
+        for (long i = 0; i < f; i++) y[i] = gate[i] / (1.0f + NAME(exp)(-gate[i])) * up[i];
+    }
+}
+
+EXPORT void NAME(swiglu_backward)(long n, long f, const float *dy, const float *gate_up, float *dx) {
+    for (long row = 0; row < n; row++, gate_up += 2 * f, dy += f, dx += 2 * f) {
+        const float *gate = gate_up, *up = gate_up + f;
+        float *dgate = dx, *dup = dx + f;
+        #pragma omp simd
+        for (long i = 0; i < f; i++) {
+            float s = 1.0f / (1.0f + NAME(exp)(-gate[i]));
+            float z = gate[i] * s;
+            dup[i] = dy[i] * z;
+            dgate[i] = dy[i] * up[i] * (z + s * (1.0f - z));
+        }
+    }
+}
+
+// -- normalisation ---------------------------------------------------------------------------
+EXPORT void NAME(layer_norm)(long n, long d, const float *x, const float *weight, const float *bias, float eps,
+                             float *y, float *means, float *inverses) {
+    for (long row = 0; row < n; row++, x += d, y += d) {
+        float sum = 0, squares = 0;
+        #pragma omp simd reduction(+ : sum)
+        for (long i = 0; i < d; i++) sum += x[i];
+        float mean = sum / d;
+        #pragma omp simd reduction(+ : squares)
+        for (long i = 0; i < d; i++) squares += (x[i] - mean) * (x[i] - mean);
+        float inverse = 1.0f / sqrtf(squares / d + eps);
+        means[row] = mean, inverses[row] = inverse;
+        #pragma omp simd
+        for (long i = 0; i < d; i++) y[i] = (x[i] - mean) * inverse * weight[i] + bias[i];
+    }
+}
+
+// With c = (x - mean) / std, g = dy * weight:  dx = (g - mean(g) - c mean(g c)) / std. dweight, dbias: sums over these rows.
+EXPORT void NAME(layer_norm_backward)(long n, long d, const float *dy, const float *x, const float *weight, const float *means,
+                                      const float *inverses, float *dweight, float *dbias, int add, float *dx) {
+    for (long row = 0; row < n; row++, dy += d, x += d, dx += d) {
+        float mean = means[row], inverse = inverses[row], sum = 0, product = 0;
+        #pragma omp simd reduction(+ : sum, product)
+        for (long i = 0; i < d; i++) {
+            float c = (x[i] - mean) * inverse, g = dy[i] * weight[i];
+            sum += g;
+            product += g * c;
+        }
+        sum /= d, product /= d;
+        if (add) {
+            #pragma omp simd
+            for (long i = 0; i < d; i++)
+                dx[i] += (dy[i] * weight[i] - sum - (x[i] - mean) * inverse * product) * inverse;
+        } else {
+            #pragma omp simd
+            for (long i = 0; i < d; i++)
+                dx[i] = (dy[i] * weight[i] - sum - (x[i] - mean) * inverse * product) * inverse;
+        }
+        #pragma omp simd
+        for (long i = 0; i < d; i++) {
+            dweight[i] += dy[i] * ((x[i] - mean) * inverse);
+            dbias[i] += dy[i];
+        }
+    }
+}
+
+EXPORT void NAME(rms_norm)(long n, long d, const float *x, const float *weight, float eps, float *y, float *inverses) {
+    for (long row = 0; row < n; row++, x += d, y += d) {
+        float squares = 0;
+        #pragma omp simd reduction(+ : squares)
+        for (long i = 0; i < d; i++) squares += x[i] * x[i];
+        float inverse = inverses[row] = 1.0f / sqrtf(squares / d + eps);
+        #pragma omp simd
+        for (long i = 0; i < d; i++) y[i] = x[i] * inverse * weight[i];
+    }
+}
+
+EXPORT void NAME(rms_norm_backward)(long n, long d, const float *dy, const float *x, const float *weight, const float *inverses,
+                                    float *dweight, int add, float *dx) {
+    for (long row = 0; row < n; row++, dy += d, x += d, dx += d) {
+        float inverse = inverses[row], product = 0;
+        #pragma omp simd reduction(+ : product)
+        for (long i = 0; i < d; i++) product += dy[i] * weight[i] * x[i];
+        product *= inverse * inverse / d;
+        if (add) {
+            #pragma omp simd
+            for (long i = 0; i < d; i++) dx[i] += (dy[i] * weight[i] - x[i] * product) * inverse;
+        } else {
+            #pragma omp simd
+            for (long i = 0; i < d; i++) dx[i] = (dy[i] * weight[i] - x[i] * product) * inverse;
+        }
+        #pragma omp simd
+        for (long i = 0; i < d; i++) dweight[i] += dy[i] * x[i] * inverse;
+    }
+}
+
+// -- loss ------------------------------------------------------------------------------------
+// Rows of v logits become exp(logit - largest), sums their sums; returns the sum over rows of log(sum) - (label's - largest).
+EXPORT double NAME(exponentials)(long n, long v, float *logits, const long long *labels, float *sums) {
+    double value = 0;
+    for (long row = 0; row < n; row++, logits += v) {
+        float largest = logits[0], sum = 0, label = logits[labels[row]];
+        #pragma omp simd reduction(max : largest)
+        for (long i = 0; i < v; i++) largest = logits[i] > largest ? logits[i] : largest;
+        #pragma omp simd reduction(+ : sum)
+        for (long i = 0; i < v; i++) {
+            logits[i] = NAME(exp)(logits[i] - largest);
+            sum += logits[i];
+        }
+        sums[row] = sum;
+        value += log(sum) - (label - largest);
+    }
+    return value;
+}
+
+// -- optimizer -------------------------------------------------------------------------------
+// See NumPy's. first = (1 - beta1) * scale, second = sqrt(1 - beta2) * scale, keep = 1 - lr * decay.
+EXPORT void NAME(adamw)(long n, float *weight, const float *gradient, float *moment1, float *moment2, float beta1, float beta2,
+                        float first, float second, float eps, float rate, float keep) {
+    #pragma omp simd
+    for (long i = 0; i < n; i++) {
+        float g = gradient[i] * second;
+        float m = moment1[i] = moment1[i] * beta1 + gradient[i] * first;
+        float v = moment2[i] = moment2[i] * beta2 + g * g;
+        weight[i] = weight[i] * keep - rate * (m / (sqrtf(v) + eps));
+    }
+}
+
+// -- formats and random numbers --------------------------------------------------------------
+// To the nearest, ties to even; NaN stays.
+EXPORT void NAME(to_bf16)(long n, const float *x, unsigned short *y) {
+    #pragma omp simd
+    for (long i = 0; i < n; i++) {
+        unsigned bits = (unsigned)bits_of(x[i]);
+        unsigned rounded = (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
+        y[i] = (unsigned short)((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
+    }
+}
+
+EXPORT void NAME(from_bf16)(long n, const unsigned short *x, float *y) {
+    #pragma omp simd
+    for (long i = 0; i < n; i++) y[i] = float_of((int)((unsigned)x[i] << 16));
+}
+
+INLINE unsigned NAME(mix)(unsigned x) {
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
+// The words of elements first ... (see numpy_random); the range does not cross a multiple of 2^32.
+EXPORT void NAME(dropout)(long n, const float *x, unsigned first, unsigned a, unsigned b, unsigned threshold, float gain, float *y) {
+    #pragma omp simd
+    for (long i = 0; i < n; i++) {
+        unsigned word = NAME(mix)(NAME(mix)((first + (unsigned)i) ^ a) + b);
+        y[i] = word >= threshold ? x[i] * gain : x[i] * 0.0f;
+    }
+}
+
+// Heads of 2 * half elements at x, turned by a row's angles: [first cos - second sin, second cos + first sin].
+EXPORT void NAME(rotary)(long n, long stride, long heads, long half, float *x, const float *cosines, const float *sines, float sign) {
+    for (long row = 0; row < n; row++, x += stride, cosines += half, sines += half)
+        for (long head = 0; head < heads; head++) {
+            float *first = x + head * 2 * half, *second = first + half;
+            #pragma omp simd
+            for (long i = 0; i < half; i++) {
+                float u = first[i], w = second[i], sine = sign * sines[i];
+                first[i] = u * cosines[i] - w * sine;
+                second[i] = w * cosines[i] + u * sine;
+            }
+        }
+}
+
+// -- attention -------------------------------------------------------------------------------
+// out[i][j] = or += sum over k of a[i * a_row + k * a_k] * b[k * b_row + j], for rows x (columns vectors), in registers.
+#define TILE(rows, columns) TILE_(rows, columns)
+#define TILE_(rows, columns)                                                                                            \
+    INLINE void NAME(tile_##rows##x##columns)(long k, const float *a, long a_row, long a_k, const float *b, long b_row, \
+                                             float *out, long out_row, int add) {                                      \
+        vec sum[rows][columns];                                                                                         \
+        for (int i = 0; i < rows; i++)                                                                                  \
+            for (int j = 0; j < columns; j++) sum[i][j] = add ? *(vec *)(out + i * out_row + j * LANES) : (vec){0};     \
+        for (long n = 0; n < k; n++, a += a_k, b += b_row) {                                                            \
+            vec right[columns];                                                                                         \
+            for (int j = 0; j < columns; j++) right[j] = *(const vec *)(b + j * LANES);                                 \
+            for (int i = 0; i < rows; i++)                                                                              \
+                for (int j = 0; j < columns; j++) sum[i][j] += a[i * a_row] * right[j];                                 \
+        }                                                                                                               \
+        for (int i = 0; i < rows; i++)                                                                                  \
+            for (int j = 0; j < columns; j++) *(vec *)(out + i * out_row + j * LANES) = sum[i][j];                      \
+    }
+TILE(ROWS, COLUMNS)
+TILE(ROWS, 1)
+TILE(1, COLUMNS)
+TILE(1, 1)
+#define CALL_TILE_(rows, columns) NAME(tile_##rows##x##columns)
+#define CALL_TILE(rows, columns) CALL_TILE_(rows, columns)
+
+// Some rows (at most ROWS) of out (n columns, whole vectors) = or += a @ b over k.
+INLINE void NAME(strip)(long rows, long n, long k, const float *a, long a_row, long a_k, const float *b, long b_row, float *out,
+                        long out_row, int add) {
+    long j = 0, wide = COLUMNS * LANES;
+    if (rows == ROWS) {
+        for (; j + wide <= n; j += wide) CALL_TILE(ROWS, COLUMNS)(k, a, a_row, a_k, b + j, b_row, out + j, out_row, add);
+        for (; j < n; j += LANES) CALL_TILE(ROWS, 1)(k, a, a_row, a_k, b + j, b_row, out + j, out_row, add);
+    } else {
+        for (long i = 0; i < rows; i++) {
+            for (j = 0; j + wide <= n; j += wide)
+                CALL_TILE(1, COLUMNS)(k, a + i * a_row, a_row, a_k, b + j, b_row, out + i * out_row + j, out_row, add);
+            for (; j < n; j += LANES)
+                CALL_TILE(1, 1)(k, a + i * a_row, a_row, a_k, b + j, b_row, out + i * out_row + j, out_row, add);
+        }
+    }
+}
+
+static long NAME(up)(long n, long step) { return (n + step - 1) / step * step; }
+static long NAME(least)(long a, long b) { return a < b ? a : b; }
+#define UP NAME(up)
+#define LEAST NAME(least)
+
+// Scores of m queries (rows of a) with BLOCK keys (columns of b); on the diagonal only what is on or below it, in whole vectors.
+static void NAME(scores)(long m, long e, const float *a, long a_row, const float *b, float *s, int diagonal) {
+    for (long i = 0; i < m; i += ROWS) {
+        long rows = LEAST(ROWS, m - i), n = diagonal ? LEAST(BLOCK, UP(i + rows, LANES)) : BLOCK;
+        NAME(strip)(rows, n, e, a + i * a_row, a_row, 1, b, BLOCK, s + i * BLOCK, BLOCK, 0);
+    }
+}
+
+// out (m, e) += or = p (m, k) @ b (k, e); on the diagonal p is zero above it.
+static void NAME(weighted)(long m, long k, long e, const float *p, const float *b, long b_row, float *out, long out_row, int diagonal,
+                           int add) {
+    for (long i = 0; i < m; i += ROWS) {
+        long rows = LEAST(ROWS, m - i), limit = diagonal ? LEAST(k, i + rows) : k;
+        NAME(strip)(rows, e, limit, p + i * BLOCK, BLOCK, 1, b, b_row, out + i * out_row, out_row, add);
+    }
+}
+
+// out (k, e) += p (m, k)' @ b (m, e); on the diagonal p is zero above it.
+static void NAME(gathered)(long m, long k, long e, const float *p, const float *b, float *out, int diagonal) {
+    for (long j = 0; j < k; j += ROWS) {
+        long rows = LEAST(ROWS, k - j), first = diagonal ? LEAST(j, m) : 0;
+        NAME(strip)(rows, e, m - first, p + first * BLOCK + j, 1, BLOCK, b + first * e, e, out + j * e, e, 1);
+    }
+}
+
+// Columns of each block of keys next to each other: x (t rows, `stride` apart, e) -> blocks (e, BLOCK), zero past the end.
+static void NAME(turn)(long t, long stride, long e, const float *x, float *out) {
+    for (long first = 0; first < t; first += BLOCK, out += e * BLOCK) {
+        long rows = LEAST(BLOCK, t - first);
+        for (long i = 0; i < rows; i++)
+            for (long j = 0; j < e; j++) out[j * BLOCK + i] = x[(first + i) * stride + j];
+        for (long j = 0; rows < BLOCK && j < e; j++)
+            for (long i = rows; i < BLOCK; i++) out[j * BLOCK + i] = 0;
+    }
+}
+
+static void NAME(pack)(long t, long stride, long e, const float *x, float *out) {
+    for (long i = 0; i < t; i++) memcpy(out + i * e, x + i * stride, e * sizeof(float));
+}
+
+// Which keys of a block a query sees: the first `count`; of segments only its own. Sets the others' scores to -infinity.
+INLINE void NAME(hide)(float *s, long count, const int *segments, long query, long first_key) {
+    for (long j = 0; j < count; j++) s[j] = segments[first_key + j] == segments[query] ? s[j] : -INFINITY;
+}
+
+// Whether no query of one block has the segment of a key of the other, as far as is cheaply seen.
+static int NAME(apart)(const int *segments, long q, long m, long k, long n) {
+    int q_low = segments[q], q_high = q_low, k_low = segments[k], k_high = k_low;
+    for (long i = 0; i < m; i++) {
+        q_low = segments[q + i] < q_low ? segments[q + i] : q_low;
+        q_high = segments[q + i] > q_high ? segments[q + i] : q_high;
+    }
+    for (long i = 0; i < n; i++) {
+        k_low = segments[k + i] < k_low ? segments[k + i] : k_low;
+        k_high = segments[k + i] > k_high ? segments[k + i] : k_high;
+    }
+    return q_low > k_high || q_high < k_low;
+}
+
+// Online softmax of a block of scores: they become weights, exp(scale (s - largest so far)); what was summed before is adapted.
+static void NAME(soften)(long m, long e, float scale, float *s, long keys, int diagonal, const int *segments, long q, long k,
+                         float *largest, float *sums, float *out) {
+    for (long i = 0; i < m; i++, s += BLOCK, out += e) {
+        long count = diagonal ? LEAST(keys, i + 1) : keys;
+        if (segments) NAME(hide)(s, count, segments, q + i, k);
+        float top = largest[i], sum = 0;
+        #pragma omp simd reduction(max : top)
+        for (long j = 0; j < count; j++) top = s[j] > top ? s[j] : top;
+        float base = top == -INFINITY ? 0 : top;  // it sees nothing yet
+        #pragma omp simd reduction(+ : sum)
+        for (long j = 0; j < count; j++) {
+            s[j] = NAME(exp)(scale * (s[j] - base));
+            sum += s[j];
+        }
+        for (long j = count; j < BLOCK; j++) s[j] = 0;
+        if (top != largest[i]) {
+            float factor = NAME(exp)(scale * (largest[i] - base));
+            sums[i] *= factor;
+            #pragma omp simd
+            for (long j = 0; j < e; j++) out[j] *= factor;
+            largest[i] = top;
+        }
+        sums[i] += sum;
+    }
+}
+
+// Floats of scratch memory that the two need.
+EXPORT long NAME(attention_scratch)(long t, long e) { return BLOCK * BLOCK + 2 * BLOCK * e + 3 * BLOCK + UP(t, BLOCK) * e; }
+EXPORT long NAME(attention_backward_scratch)(long t, long e) { return 2 * BLOCK * BLOCK + t + UP(t, BLOCK) * e * 8; }
+
+// qkv (b, t, (heads + 2 kv_heads) e) -> y (b, t, heads e), lse (b, heads, t). Dao 2023 (arXiv:2307.08691), algorithm 1.
+EXPORT void NAME(attention)(long b, long t, long heads, long kv_heads, long e, float scale, const float *qkv, const int *segments,
+                            float *y, float *lse, float *scratch) {
+    long width = (heads + 2 * kv_heads) * e, group = heads / kv_heads;
+    float *s = scratch, *out = s + BLOCK * BLOCK, *queries = out + BLOCK * e, *largest = queries + BLOCK * e;
+    float *sums = largest + BLOCK, *keys = sums + 2 * BLOCK;
+    for (long sequence = 0; sequence < b; sequence++, qkv += t * width, y += t * heads * e, lse += heads * t) {
+        const int *own = segments ? segments + sequence * t : 0;
+        for (long kv = 0; kv < kv_heads; kv++) {
+            const float *values = qkv + (heads + kv_heads + kv) * e;
+            NAME(turn)(t, width, e, qkv + (heads + kv) * e, keys);
+            for (long head = kv * group; head < (kv + 1) * group; head++)
+                for (long q = 0; q < t; q += BLOCK) {
+                    long m = LEAST(BLOCK, t - q);
+                    NAME(pack)(m, width, e, qkv + q * width + head * e, queries);
+                    for (long i = 0; i < m; i++) largest[i] = -INFINITY, sums[i] = 0;
+                    memset(out, 0, m * e * sizeof(float));
+                    for (long k = 0; k <= q; k += BLOCK) {
+                        long n = LEAST(BLOCK, t - k);
+                        if (own && k < q && NAME(apart)(own, q, m, k, n)) continue;
+                        NAME(scores)(m, e, queries, e, keys + k * e, s, k == q);
+                        NAME(soften)(m, e, scale, s, n, k == q, own, q, k, largest, sums, out);
+                        NAME(weighted)(m, n, e, s, values + k * width, width, out, e, k == q, 1);
+                    }
+                    for (long i = 0; i < m; i++) {
+                        float factor = 1 / sums[i], *row = y + (q + i) * heads * e + head * e;
+                        #pragma omp simd
+                        for (long j = 0; j < e; j++) row[j] = out[i * e + j] * factor;
+                        lse[head * t + q + i] = scale * largest[i] + logf(sums[i]);
+                    }
+                }
+        }
+    }
+}
+
+// P = exp(scale S - lse), D = row sums of dy * y:  dV = P' dy,  dS = P * (dy V' - D),  dQ = scale dS K,  dK = scale dS' Q.
+EXPORT void NAME(attention_backward)(long b, long t, long heads, long kv_heads, long e, float scale, const float *dy, const float *qkv,
+                                     const float *y, const float *lse, const int *segments, float *dqkv, float *scratch) {
+    long width = (heads + 2 * kv_heads) * e, group = heads / kv_heads, size = UP(t, BLOCK) * e;
+    float *p = scratch, *ds = p + BLOCK * BLOCK, *turned_keys = ds + BLOCK * BLOCK, *turned_values = turned_keys + size;
+    float *keys = turned_values + size, *queries = keys + size, *gradients = queries + size, *dq = gradients + size;
+    float *dk = dq + size, *dv = dk + size, *d = dv + size;
+    for (long sequence = 0; sequence < b; sequence++) {
+        const int *own = segments ? segments + sequence * t : 0;
+        for (long kv = 0; kv < kv_heads; kv++) {
+            NAME(turn)(t, width, e, qkv + (heads + kv) * e, turned_keys);
+            NAME(turn)(t, width, e, qkv + (heads + kv_heads + kv) * e, turned_values);
+            NAME(pack)(t, width, e, qkv + (heads + kv) * e, keys);
+            memset(dk, 0, 2 * size * sizeof(float));
+            for (long head = kv * group; head < (kv + 1) * group; head++) {
+                NAME(pack)(t, width, e, qkv + head * e, queries);
+                NAME(pack)(t, heads * e, e, dy + head * e, gradients);
+                for (long i = 0; i < t; i++) {
+                    const float *row = y + i * heads * e + head * e;
+                    float sum = 0;
+                    #pragma omp simd reduction(+ : sum)
+                    for (long j = 0; j < e; j++) sum += row[j] * gradients[i * e + j];
+                    d[i] = sum;
+                }
+                memset(dq, 0, t * e * sizeof(float));
+                for (long k = 0; k < t; k += BLOCK)
+                    for (long q = k; q < t; q += BLOCK) {
+                        long m = LEAST(BLOCK, t - q), n = LEAST(BLOCK, t - k);
+                        if (own && k < q && NAME(apart)(own, q, m, k, n)) continue;
+                        NAME(scores)(m, e, queries + q * e, e, turned_keys + k * e, p, k == q);
+                        NAME(scores)(m, e, gradients + q * e, e, turned_values + k * e, ds, k == q);
+                        for (long i = 0; i < m; i++) {
+                            float *weights = p + i * BLOCK, *changes = ds + i * BLOCK, norm = lse[head * t + q + i], mean = d[q + i];
+                            long count = k == q ? LEAST(n, i + 1) : n;
+                            if (own) NAME(hide)(weights, count, own, q + i, k);
+                            #pragma omp simd
+                            for (long j = 0; j < count; j++) {
+                                weights[j] = NAME(exp)(scale * weights[j] - norm);
+                                changes[j] = weights[j] * (changes[j] - mean) * scale;
+                            }
+                            for (long j = count; j < BLOCK; j++) weights[j] = changes[j] = 0;
+                        }
+                        NAME(gathered)(m, n, e, p, gradients + q * e, dv + k * e, k == q);
+                        NAME(gathered)(m, n, e, ds, queries + q * e, dk + k * e, k == q);
+                        NAME(weighted)(m, n, e, ds, keys + k * e, e, dq + q * e, e, k == q, 1);
+                    }
+                for (long i = 0; i < t; i++) memcpy(dqkv + i * width + head * e, dq + i * e, e * sizeof(float));
+            }
+            for (long i = 0; i < t; i++) {
+                memcpy(dqkv + i * width + (heads + kv) * e, dk + i * e, e * sizeof(float));
+                memcpy(dqkv + i * width + (heads + kv_heads + kv) * e, dv + i * e, e * sizeof(float));
+            }
+        }
+        qkv += t * width, dqkv += t * width, y += t * heads * e, dy += t * heads * e, lse += heads * t;
+    }
+}
+#undef vec
+#undef TILE
+#undef TILE_
+#undef CALL_TILE
+#undef CALL_TILE_
+#undef UP
+#undef LEAST
