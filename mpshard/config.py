@@ -187,8 +187,8 @@ class ShardConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """``[precision]``: what weights and gradients are rounded to on their way. Masters and moments are float32; on the
-    CPU products, activations and sums are, too."""
+    """``[precision]``: what weights and gradients are rounded to on their way. Masters, moments and sums are float32; on the
+    CPU activations are, too, and products unless the processor multiplies bfloat16."""
 
     param: Literal["fp32", "bf16", "fp16"] = key("fp32", "format of gathered weights")
     gather: Literal["param", "fp8_e4m3"] = key("param", "what gathers send: as param, or 8 bits with a scale for each 128 weights")

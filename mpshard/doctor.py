@@ -64,7 +64,7 @@ def examine(comm: MPI.Comm, environ: Mapping[str, str]) -> dict[str, Any]:
         judge_cores(ranks),
         judge_blas(blas_info(), mesh.cores, threads, environ, cpu_flags()),
         judge_kernels(comm.allgather(cpu_kernels()[-1]), compiled.load()),
-        judge_bf16(mkl.find()),
+        judge_bf16(compiled.multiplies_bf16() and mesh.cores == 1, mkl.find()),
         judge_transport(comm.size, problem),
         judge_shm(ranks),
         judge_progress(mesh.cores, comm.size, mpi.threads),
@@ -156,8 +156,11 @@ def judge_kernels(chosen: Sequence[str], found: object) -> Check:
     return Check("kernels", Verdict.OK, f"compiled, for {common}{slower}")
 
 
-def judge_bf16(found: object) -> Check:
-    """What precision.param=bf16 computes with on the CPU. found: of `mpshard.device.mkl.find`."""
+def judge_bf16(ours: bool, found: object) -> Check:
+    """What precision.param=bf16 computes with on the CPU. ours: there are compiled products, and a core a rank, for which they
+    are made. found: of `mpshard.device.mkl.find`."""
+    if ours:
+        return Check("bfloat16", Verdict.OK, "compiled products")
     if not isinstance(found, str):
         return Check("bfloat16", Verdict.OK, "products by MKL")
     return Check("bfloat16", Verdict.OK, f"products in float32: {found}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy  # noqa: F401  (loads the BLAS that threadpoolctl looks for)
@@ -37,6 +38,13 @@ def set_blas_threads(n: int) -> int:
     if n < 1:
         raise ValueError(f"BLAS threads must be at least 1, not {n}")
     threadpoolctl.threadpool_limits(limits=n, user_api="blas")
+    threads.cache_clear()
+    return threads()
+
+
+@cache
+def threads() -> int:
+    """How many threads NumPy's BLAS uses, as `set_blas_threads` left it."""
     return blas_info().threads
 
 

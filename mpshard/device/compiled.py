@@ -1,6 +1,9 @@
 """The NumPy device with compiled kernels for float32: one pass over memory where NumPy needs a dozen, and attention whose
 scores never leave the cache. What is not float32, or has no compiled kernel, is NumPy's, which is complete and the reference.
 
+Products stay BLAS's, but of two kinds where a rank has one core: of float32 on AMD's processors with AVX-512, which NumPy's
+BLAS has no kernels for ("zen4"), and of bfloat16 where the processor has its arithmetic, which that BLAS never uses.
+
 The library is built with the package where there is a C compiler (`compiled.c`), with the kernels for several sets of
 instructions, of which the processor's best is taken. Its results differ from NumPy's in the last bits.
 """
@@ -16,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from mpshard.device import blas
 from mpshard.device.numpy_device import NumpyDevice
 from mpshard.device.numpy_memory import flat, rows_of
 from mpshard.device.numpy_norm import Columns
 from mpshard.device.numpy_random import spread_key
 from mpshard.device.numpy_update import BF16
 
-ORDER = ("plain", "avx2", "avx512")
+ORDER = ("plain", "avx2", "avx512", "zen4")
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -39,17 +43,23 @@ def load() -> ctypes.CDLL | str:
 
 
 @cache
-def instructions() -> str:
-    """The set of instructions that the kernels use here: "avx512", "avx2" or "plain"."""
-    library = load()
-    assert not isinstance(library, str)
-    library.instructions.restype = ctypes.c_char_p
-    return library.instructions().decode()
-
-
 def all_instructions() -> tuple[str, ...]:
-    """Those that there are kernels for here, each the one before and more; none without the library."""
-    return () if isinstance(load(), str) else ORDER[: ORDER.index(instructions()) + 1]
+    """The sets of instructions that there are kernels for here, each the one before and more; none without the library.
+
+    "zen4" is avx512's, and products.
+    """
+    library = load()
+    if isinstance(library, str):
+        return ()
+    library.instructions.restype = ctypes.c_char_p
+    best = library.instructions().decode()
+    return ORDER[: ORDER.index("zen4" if best == "avx512" and library.multiplies() else best) + 1]
+
+
+def multiplies_bf16() -> bool:
+    """Whether there are products of bfloat16 here."""
+    library = load()
+    return not isinstance(library, str) and bool(library.multiplies_bf16())
 
 
 # Parameters of each kernel: l long, f float, i int, u unsigned, p pointer to an array's first element.
@@ -58,18 +68,19 @@ SIGNATURES = {
     "layer_norm": "llpppfppp", "layer_norm_backward": "llppppppp" "ip", "rms_norm": "llppfpp", "rms_norm_backward": "llppppp" "ip",
     "exponentials": "llppp", "adamw": "lpppp" "fffffff", "to_bf16": "lpp", "from_bf16": "lpp", "dropout": "lpuuuufp",
     "rotary": "llllpppf", "attention_scratch": "ll", "attention_backward_scratch": "ll", "attention": "lllllf" "ppppp",
-    "attention_backward": "lllllf" "ppppppp",
+    "attention_backward": "lllllf" "ppppppp", "product_scratch": "l", "product": "lll" "pll" "pll" "plip",
 }
 _TYPES = {"l": ctypes.c_long, "f": ctypes.c_float, "i": ctypes.c_int, "u": ctypes.c_uint, "p": ctypes.c_void_p}
-_RESULTS = {"exponentials": ctypes.c_double, "attention_scratch": ctypes.c_long, "attention_backward_scratch": ctypes.c_long}
+_RESULTS = {"exponentials": ctypes.c_double,
+            **dict.fromkeys(("attention_scratch", "attention_backward_scratch", "product_scratch"), ctypes.c_long)}
 
 
 @cache
-def kernel(name: str, chosen: str = "") -> Any:
-    """A kernel, for a set of instructions (default: the best here)."""
+def kernel(name: str, chosen: str) -> Any:
+    """A kernel, for a set of instructions, or "bf16" for a product."""
     library = load()
     assert not isinstance(library, str)
-    found = getattr(library, f"{name}_{chosen or instructions()}")
+    found = getattr(library, f"{name}_{chosen}")
     found.argtypes, found.restype = [_TYPES[letter] for letter in SIGNATURES[name]], _RESULTS.get(name)
     return found
 
@@ -83,15 +94,34 @@ class CompiledDevice(NumpyDevice):
     """As `NumpyDevice`.
 
     chosen: one of `all_instructions`; default the last.
+
+    Attributes
+    ----------
+    products: whose instructions products use: "bf16", one of `all_instructions`, or "": BLAS's.
     """
 
     def __init__(self, poison: bool = False, chosen: str = "") -> None:
         super().__init__(poison)
-        self.instructions = chosen or instructions()
-        self.about = f"numpy, kernels compiled for {self.instructions}"
+        chosen = chosen or all_instructions()[-1]
+        self.about = f"numpy, kernels compiled for {chosen}"
+        self.instructions, self.products = ("avx512", "avx512") if chosen == "zen4" else (chosen, "")
 
-    def run(self, name: str, *args: Any) -> Any:
-        return kernel(name, self.instructions)(*[at(a) if isinstance(a, np.ndarray) else a for a in args])
+    def run(self, name: str, *args: Any, chosen: str = "") -> Any:
+        return kernel(name, chosen or self.instructions)(*[at(a) if isinstance(a, np.ndarray) else a for a in args])
+
+    # -- products ----------------------------------------------------------------------------
+    def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, accumulate: bool = False) -> np.ndarray:
+        if not self.products or blas.threads() > 1 or a.dtype != FLOAT32 or b.dtype != FLOAT32:
+            return super().matmul(a, b, out, accumulate)
+        (m, k), n = a.shape, b.shape[1]
+        if out is None:
+            out, accumulate = self.empty((m, n), a.dtype), False
+        steps = [tuple(step // 4 for step in x.strides) for x in (a, b, out)]
+        if 1 not in steps[0] or 1 not in steps[1] or steps[2][1] != 1 or out.dtype != FLOAT32:
+            return super().matmul(a, b, out, accumulate)
+        scratch = self.empty(self.run("product_scratch", n, chosen=self.products), FLOAT32)
+        self.run("product", m, n, k, a, *steps[0], b, *steps[1], out, steps[2][0], accumulate, scratch, chosen=self.products)
+        return out
 
     # -- activations -------------------------------------------------------------------------
     def gelu(self, x: np.ndarray, approximate: bool) -> np.ndarray:

@@ -17,6 +17,7 @@ from mpshard.comm.transport import MessageTransport, ReplicaTransport, Transport
 from mpshard.config import ConfigError
 from mpshard.device import compiled, cpu_kernels, mkl, open_device
 from mpshard.device.base import Accelerator, Device
+from mpshard.device.blas import cpu_flags
 from mpshard.device.numpy_device import NumpyDevice
 from mpshard.nn.module import Model
 from mpshard.shard.options import Options
@@ -88,7 +89,7 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
         _kernels(kernels, comm))) if isinstance(device, str) else device
     if opened.on_host:
         if isinstance(device, str) and options.precision.param == "bf16":
-            _multiply_bf16(cast(NumpyDevice, opened), mesh.comm)
+            _multiply_bf16(cast(NumpyDevice, opened), mesh)
         mover = progress_for(progress, mesh.cores, mesh.world)
         carrier = _transport(options, model, mesh, ranks_on_node or mesh.ranks_on_node, opened, mover)
     else:
@@ -112,12 +113,20 @@ def _kernels(choice: str, comm: MPI.Comm) -> str:
     return "numpy" if choice == "numpy" else known[common]
 
 
-def _multiply_bf16(device: NumpyDevice, comm: MPI.Comm) -> None:
-    """Let products be bfloat16 where all ranks do them faster so: if only some did, results would depend on who computes them."""
-    product = mkl.find()
-    if not collectives.all_max(comm, np.array([isinstance(product, str)], np.int64))[0]:
+def _multiply_bf16(device: NumpyDevice, mesh: Mesh) -> None:
+    """Let products be bfloat16 where all ranks do them faster so: if only some did, results would depend on who computes them.
+
+    Our own are for one core, and know nothing of AMX.
+    """
+    ours = isinstance(device, compiled.CompiledDevice) and mesh.cores == 1 and compiled.multiplies_bf16()
+    product = "not asked" if ours and "amx_bf16" not in cpu_flags() else mkl.find()
+    without_ours, without_mkl = collectives.all_max(mesh.comm, np.array([not ours, isinstance(product, str)], np.int64))
+    if not without_mkl:
         device.bf16_product = cast("Callable[..., None]", product)
         device.about += ", bfloat16 products by MKL"
+    elif not without_ours:
+        cast(compiled.CompiledDevice, device).products = "bf16"
+        device.about += ", bfloat16 products"
 
 
 def _check_for_device(options: Options) -> None:

@@ -1,8 +1,8 @@
 """What weights and gradients look like on their way: the masters stay in full precision, messages may be shorter.
 
-On the CPU there is no 16-bit arithmetic worth having, so only what travels is rounded: a gathered unit is widened to
-float32 before it computes, and products, activations and sums are float32. So bf16 here means "weights rounded to
-bf16", half the bytes of a gather, and the same loss curve as bf16 products with float32 sums to rounding. On a GPU
+On the CPU a gathered unit is widened to float32 before it computes, and activations and sums are float32. Products round their
+inputs to bf16 where the processor multiplies that faster (see `mpshard.device.compiled` and `mkl`) and are float32's elsewhere,
+so that bf16 then means "weights rounded to bf16", half the bytes of a gather, and the same loss curve to rounding. On a GPU
 weights and activations are 16-bit as they arrive, products and all sums inside kernels are float32.
 """
 

@@ -5,7 +5,7 @@ from mpshard.device import compiled
 from mpshard.device.numpy_device import NumpyDevice
 
 
-@pytest.fixture(params=["numpy", "plain", "avx2", "avx512"])
+@pytest.fixture(params=["numpy", *compiled.ORDER])
 def device(request):
     """The NumPy device: NumPy's kernels, and the compiled ones of every set of instructions that this processor has."""
     if request.param == "numpy":

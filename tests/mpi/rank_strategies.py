@@ -9,11 +9,12 @@ import pytest
 from mpi4py import MPI
 
 from mpshard.config import ConfigError
-from mpshard.device import mkl, open_device
+from mpshard.device import compiled, cpu_kernels, mkl, open_device
 from mpshard.device.base import Kind
+from mpshard.device.blas import set_blas_threads
 from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
 from mpshard.optim import AdamW
-from mpshard.shard import shard
+from mpshard.shard import build, shard
 from mpshard.shard.precision import Precision
 from tests.cblas import cblas
 from tests.models_small import deal, gappy_batch
@@ -160,10 +161,36 @@ def test_bf16_products_are_everybodys_or_nobodys(comm, monkeypatch, on_all):
         calls.append(args)
         cblas(*args)
 
+    monkeypatch.setattr(compiled, "multiplies_bf16", lambda: False)
     monkeypatch.setattr(mkl, "find", lambda: product if on_all or comm.rank == 0 else "not here")
     losses, _, _, sharded = train(comm, precision=Precision(param="bf16"), lr=1e-3, device="numpy")
     assert bool(calls) == on_all == ("MKL" in sharded.device.about)
     np.testing.assert_allclose(losses, alone(lr=1e-3)[0], rtol=5e-3)
+
+
+@pytest.mark.skipif(not compiled.multiplies_bf16(), reason="this processor has no bfloat16 arithmetic, or there are no compiled kernels")
+@pytest.mark.parametrize("on_all", [True, False])
+def test_our_bf16_products_are_everybodys_or_nobodys(comm, monkeypatch, on_all):
+    monkeypatch.setattr(compiled, "multiplies_bf16", lambda: on_all or comm.rank == 0)
+    monkeypatch.setattr(mkl, "find", lambda: "not here")
+    set_blas_threads(1)
+    losses, _, _, sharded = train(comm, precision=Precision(param="bf16"), lr=1e-3, device="numpy")
+    assert (sharded.device.products == "bf16") == on_all == ("bfloat16" in sharded.device.about)
+    np.testing.assert_allclose(losses, alone(lr=1e-3)[0], rtol=5e-3)
+
+
+@pytest.mark.parametrize("odd", ["numpy", "avx2"])
+def test_all_ranks_take_the_same_kernels(comm, monkeypatch, odd):
+    """The best that all have: else replicas, each updated where it is, would drift apart."""
+    if odd not in cpu_kernels():
+        pytest.skip(f"this processor has no {odd}")
+    best = cpu_kernels()
+    monkeypatch.setattr(build, "cpu_kernels", lambda: best[: best.index(odd) + 1] if comm.rank == comm.size - 1 else best)
+    about = train(comm, steps=1, device="numpy")[3].device.about
+    assert about == "numpy" if odd == "numpy" else "avx2" in about
+    if odd == "numpy" and len(best) > 1:
+        with pytest.raises(ConfigError, match="some ranks have none"):
+            train(comm, steps=1, device="numpy", kernels="compiled")
 
 
 def test_bf16_gathers_exactly_half_the_bytes(comm):

@@ -1,6 +1,10 @@
 // Compiled kernels of the NumPy device: what NumPy does in a dozen passes, in one. See compiled.py, which calls them.
 #include <math.h>
 #include <string.h>
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 10
+#define X86  // and a compiler that can be told to use what only some processors have
+#include <immintrin.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
@@ -14,12 +18,13 @@ INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 #define ROWS 4
 #define COLUMNS 2
 #include "kernels.h"
+#include "product.h"
 #undef NAME
 #undef LANES
 #undef ROWS
 #undef COLUMNS
 
-#if defined(__x86_64__)
+#ifdef X86
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,bmi2")
 #define NAME(name) name##_avx2
@@ -27,6 +32,7 @@ INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 #define ROWS 4
 #define COLUMNS 2
 #include "kernels.h"
+#include "product.h"
 #undef NAME
 #undef LANES
 #undef ROWS
@@ -40,12 +46,41 @@ INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 #define ROWS 8
 #define COLUMNS 2
 #include "kernels.h"
+#include "product.h"
+#undef NAME
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,bmi2,prefer-vector-width=512")
+#define NAME(name) name##_bf16
+#define BF16
+#include "product.h"
 #pragma GCC pop_options
 #endif
 
+// Whether float32's products are better ours: OpenBLAS has no kernels for AMD's processors with AVX-512 and takes Intel's.
+EXPORT int multiplies(void) {
+#ifdef X86
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512f");
+#else
+    return 0;
+#endif
+}
+
+// Whether there are products of bfloat16.
+EXPORT int multiplies_bf16(void) {
+#ifdef X86
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512bf16") != 0;
+#else
+    return 0;
+#endif
+}
+
 // The best set of instructions that this processor has.
 EXPORT const char *instructions(void) {
-#if defined(__x86_64__)
+#ifdef X86
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl"))

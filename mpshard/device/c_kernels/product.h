@@ -1,0 +1,187 @@
+// Matrix products: c (m, n) = or += a (m, k) @ b (k, n), for one core. Included by compiled.c like kernels.h.
+//
+// Goto, van de Geijn 2008, "Anatomy of high-performance matrix multiplication": what the innermost loop reads is copied first,
+// to the order in which it is read, in panels of ROWS rows of a and of WIDTH columns of b; DEPTH is cut so that a panel of b
+// stays in the first-level cache, TALL so that the panels of a stay in the second, WIDE so that those of b take no more memory
+// than they need. Copies cost a few percent.
+//
+// With BF16 defined panels hold bfloat16, two steps of k in a word, and products are of these; sums are float32.
+
+typedef float NAME(vec) __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int NAME(ints) __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+#define vec NAME(vec)
+#define ints NAME(ints)
+#define WIDTH (COLUMNS * LANES)
+#define DEPTH 512
+#define TALL 96
+#define WIDE 2048
+#define AHEAD 32  // floats to prefetch ahead of a transposing copy
+#ifdef BF16
+#define STEP 2  // steps of k in a word of a panel
+#else
+#define STEP 1
+#endif
+
+// LANES vectors turned into their transpose: blocks of 1, 2, 4, ... change places across the diagonal.
+INLINE void NAME(turn_tile)(vec *row) {
+    #pragma GCC unroll 8
+    for (int s = 1; s < LANES; s *= 2) {
+        NAME(ints) low, high;
+        for (int j = 0; j < LANES; j++) low[j] = j & s ? LANES + j - s : j, high[j] = j & s ? LANES + j : j + s;
+        #pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            if (!(i & s)) {
+                vec first = row[i], second = row[i + s];
+                row[i] = __builtin_shuffle(first, second, low);
+                row[i + s] = __builtin_shuffle(first, second, high);
+            }
+    }
+}
+
+#ifdef BF16
+// The upper half of each element, to the nearest, ties to even; NaN stays.
+INLINE ints NAME(rounded)(vec x) {
+    ints bits = (ints)x, nan = x != x, up = bits + 0x7FFF + ((bits >> 16) & 1);
+    return ((up & ~nan) | ((bits | 0x400000) & nan)) & (int)0xFFFF0000;
+}
+INLINE vec NAME(word)(vec even, vec odd) {
+    return (vec)((ints)NAME(rounded)(odd) | (((ints)NAME(rounded)(even) >> 16) & 0xFFFF));
+}
+#endif
+
+// The word of steps i ... of a vector of lines, from the vectors of those steps.
+INLINE vec NAME(packed)(const vec *steps) {
+#ifdef BF16
+    return NAME(word)(steps[0], steps[1]);
+#else
+    return steps[0];
+#endif
+}
+
+// LANES lines from `first` on, of LANES steps from i on, of x[line * across + step * along], one of the two 1: a vector a step.
+INLINE void NAME(block)(long first, long i, long count, long depth, const float *x, long across, long along, vec *step) {
+    int whole = first + LANES <= count && i + LANES <= depth;
+    x += first * across + i * along;
+    if (whole && along == 1) {
+        #pragma GCC unroll 16
+        for (int l = 0; l < LANES; l++) {
+            step[l] = *(const vec *)(x + l * across);
+            __builtin_prefetch(x + l * across + AHEAD);
+        }
+        NAME(turn_tile)(step);
+    } else if (whole) {
+        #pragma GCC unroll 16
+        for (int s = 0; s < LANES; s++) step[s] = *(const vec *)(x + s * along);
+    } else {
+        for (int s = 0; s < LANES; s++)
+            for (int l = 0; l < LANES; l++) step[s][l] = first + l < count && i + s < depth ? x[l * across + s * along] : 0;
+    }
+}
+
+// Such blocks to panels of `width` lines: word w of line l of panel p is out[(p * words + w) * width + l]. Zero behind the end.
+INLINE void NAME(unload)(long first, long i, long count, long width, long words, const vec *step, float *out) {
+    long size = width < LANES ? width : LANES, end = (count + width - 1) / width * width;
+    for (long l = 0; l < LANES && first + l < end; l += size) {
+        float *to = out + ((first + l) / width * words + i / STEP) * width + (first + l) % width;
+        for (long s = 0; s < LANES && i + s < words * STEP; s += STEP, to += width) {
+            vec word = NAME(packed)(step + s);
+            memcpy(to, (float *)&word + l, size * sizeof(float));
+        }
+    }
+}
+
+// `count` lines of `depth` steps to panels, walking along the step that is 1.
+static void NAME(panels)(long count, long width, long depth, const float *x, long across, long along, float *out) {
+    long words = (depth + STEP - 1) / STEP, end = (count + width - 1) / width * width;
+    vec step[LANES];
+    if (along == 1) {
+        for (long first = 0; first < end; first += LANES)
+            for (long i = 0; i < depth; i += LANES) {
+                NAME(block)(first, i, count, depth, x, across, along, step);
+                NAME(unload)(first, i, count, width, words, step, out);
+            }
+    } else {
+        for (long i = 0; i < depth; i += LANES)
+            for (long first = 0; first < end; first += LANES) {
+                NAME(block)(first, i, count, depth, x, across, along, step);
+                NAME(unload)(first, i, count, width, words, step, out);
+            }
+    }
+}
+
+INLINE vec NAME(step)(vec sum, const float *a, vec b) {
+#ifdef BF16
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(*(const int *)a), (__m512bh)b);
+#else
+    return sum + *a * b;
+#endif
+}
+
+INLINE void NAME(product_tile)(long words, const float *a, const float *b, float *c, long c_row, int add) {
+    vec sum[ROWS][COLUMNS];
+    for (int i = 0; i < ROWS; i++)
+        for (int j = 0; j < COLUMNS; j++) {
+            sum[i][j] = (vec){0};
+            __builtin_prefetch(c + i * c_row + j * LANES, 1);
+        }
+    for (long w = 0; w < words; w++, a += ROWS, b += WIDTH) {
+        vec right[COLUMNS];
+        for (int j = 0; j < COLUMNS; j++) right[j] = *(const vec *)(b + j * LANES);
+        for (int i = 0; i < ROWS; i++)
+            for (int j = 0; j < COLUMNS; j++) sum[i][j] = NAME(step)(sum[i][j], a + i, right[j]);
+    }
+    for (int i = 0; i < ROWS; i++)
+        for (int j = 0; j < COLUMNS; j++) {
+            vec *to = (vec *)(c + i * c_row + j * LANES);
+            if (add) sum[i][j] += *to;
+            *to = sum[i][j];
+        }
+}
+
+// Of at most WIDE columns.
+static void NAME(product_of)(long m, long n, long k, const float *a, long a_row, long a_k, const float *b, long b_k, long b_n,
+                             float *c, long c_row, int add, float *scratch) {
+    float *left = scratch, *right = scratch + DEPTH / STEP * (TALL + LANES);
+    for (long p = 0; p < k; p += DEPTH, add = 1) {
+        long depth = k - p < DEPTH ? k - p : DEPTH, words = (depth + STEP - 1) / STEP;
+        NAME(panels)(n, WIDTH, depth, b + p * b_k, b_n, b_k, right);
+        for (long i = 0; i < m; i += TALL) {
+            long tall = m - i < TALL ? m - i : TALL;
+            NAME(panels)(tall, ROWS, depth, a + i * a_row + p * a_k, a_row, a_k, left);
+            for (long j = 0; j < n; j += WIDTH)
+                for (long r = 0; r < tall; r += ROWS) {
+                    float *to = c + (i + r) * c_row + j;
+                    if (r + ROWS <= tall && j + WIDTH <= n) {
+                        NAME(product_tile)(words, left + r * words, right + j * words, to, c_row, add);
+                        continue;
+                    }
+                    float edge[ROWS * WIDTH];
+                    NAME(product_tile)(words, left + r * words, right + j * words, edge, WIDTH, 0);
+                    for (long x = 0; x < ROWS && r + x < tall; x++)
+                        for (long y = 0; y < WIDTH && j + y < n; y++)
+                            to[x * c_row + y] = edge[x * WIDTH + y] + (add ? to[x * c_row + y] : 0);
+                }
+        }
+    }
+}
+
+// Floats of scratch memory.
+EXPORT long NAME(product_scratch)(long n) {
+    return DEPTH / STEP * (TALL + LANES + ((n < WIDE ? n : WIDE) + WIDTH - 1) / WIDTH * WIDTH);
+}
+
+// Element (i, p) of a is a[i * a_row + p * a_k], likewise b; of either pair of steps one is 1. Rows of c are c_row apart.
+EXPORT void NAME(product)(long m, long n, long k, const float *a, long a_row, long a_k, const float *b, long b_k, long b_n,
+                          float *c, long c_row, int add, float *scratch) {
+    for (long j = 0; j < n; j += WIDE)
+        NAME(product_of)(m, n - j < WIDE ? n - j : WIDE, k, a, a_row, a_k, b + j * b_n, b_k, b_n, c + j, c_row, add, scratch);
+    for (long i = 0; k == 0 && !add && i < m; i++) memset(c + i * c_row, 0, n * sizeof(float));
+}
+#undef vec
+#undef ints
+#undef WIDTH
+#undef DEPTH
+#undef TALL
+#undef WIDE
+#undef AHEAD
+#undef STEP
