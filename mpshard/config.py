@@ -178,7 +178,10 @@ class ShardConfig:
     transport: Literal["auto", "mpi", "shm", "staged"] = key(
         "auto", "how a unit travels: as messages, in memory that the ranks of a node share, or from a GPU through pinned memory"
     )
-    progress: Literal["auto", "poll", "thread"] = key("auto", "who drives MPI while the rank computes")
+    progress: Literal["auto", "poll", "timer", "thread"] = key(
+        "auto", "who drives MPI while the rank computes: poll = it does, between kernels; timer = also a thread, every 2 ms; "
+        "thread = one that does nothing else"
+    )
     offload: Literal["none", "optimizer", "activations", "all"] = key(
         "none", "what a GPU leaves in the host's memory until its next use: moments and masters, what forward keeps for backward",
         needs="run.device=auto|cupy"

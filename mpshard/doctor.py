@@ -22,6 +22,7 @@ from mpshard import __version__, launcher
 from mpshard.bench.gemm import orientations
 from mpshard.bench.work import Product
 from mpshard.comm import cuda_probe, facts, shared
+from mpshard.comm.collectives import best_progress
 from mpshard.comm.facts import MpiFacts, RankFacts
 from mpshard.comm.mesh import Mesh
 from mpshard.device import compiled, cpu_kernels, mkl, open_device, why_no_cupy
@@ -67,7 +68,7 @@ def examine(comm: MPI.Comm, environ: Mapping[str, str]) -> dict[str, Any]:
         judge_bf16(compiled.multiplies_bf16() and mesh.cores == 1, mkl.find()),
         judge_transport(comm.size, problem),
         judge_shm(ranks),
-        judge_progress(mesh.cores, comm.size, mpi.threads),
+        judge_progress(mesh.cores, comm.size, mesh.ranks_on_node, mpi.threads),
         judge_huge_pages(_read("/sys/kernel/mm/transparent_hugepage/enabled")),
         judge_gpu(no_gpu),
         *([] if no_gpu else [judge_cuda_aware(cuda_probe.probe() if comm.rank == 0 else None)]),
@@ -188,14 +189,16 @@ def judge_shm(ranks: Sequence[RankFacts]) -> Check:
     return Check("shared memory", Verdict.OK, found)
 
 
-def judge_progress(cores: int, world: int, threads: str) -> Check:
-    """What shard.progress=auto would take."""
-    if world == 1:
-        return Check("progress", Verdict.OK, "one rank: nothing to progress")
-    if cores > 1 and threads == "multiple":
-        return Check("progress", Verdict.OK, f"auto = thread: a rank has {cores} cores, one communication thread fits in")
-    why = "a rank has one core, which the compute keeps busy" if cores == 1 else f"thread level {threads}"
-    return Check("progress", Verdict.OK, f"auto = poll, between kernels: {why}")
+def judge_progress(cores: int, world: int, node: int, threads: str) -> Check:
+    """What shard.progress=auto would take. node: ranks on this one."""
+    chosen = best_progress(cores, world, node, threads == "multiple")
+    why = {"thread": f"a rank has {cores} cores, one communication thread fits in",
+           "timer": "a rank has one core, which the compute keeps busy, and others are on other nodes",
+           "poll": "one rank: nothing to progress" if world == 1 else f"thread level {threads}" if threads != "multiple" else
+                   "a rank has one core, which the compute keeps busy: between kernels"}
+    remedy = f"an MPI with MPI_THREAD_MULTIPLE would drive messages during kernels, not only between them (this one: {threads})"
+    slow = chosen == "poll" and node < world
+    return Check("progress", Verdict.SLOW if slow else Verdict.OK, f"auto = {chosen}: {why[chosen]}", remedy if slow else "")
 
 
 def judge_huge_pages(setting: str | None) -> Check:

@@ -78,8 +78,11 @@ def test_memory_progress_rates_links():
     assert judge_shm(PAIR).verdict is Verdict.OK
     assert "--shm-size" in judge_shm([RANK, replace(RANK, shm=(64 << 20, 60 << 20))]).remedy
     assert judge_shm([replace(RANK, shm=None)]).verdict is Verdict.SLOW
-    assert "auto = thread" in judge_progress(2, 2, "multiple").found and "auto = poll" in judge_progress(1, 2, "multiple").found
-    assert "auto = poll" in judge_progress(2, 2, "serialized").found
+    for chosen, facts in (("thread", (2, 2, 2, "multiple")), ("poll", (1, 2, 2, "multiple")), ("timer", (1, 4, 2, "multiple")),
+                          ("poll", (2, 2, 2, "serialized")), ("poll", (1, 1, 1, "multiple"))):
+        check = judge_progress(*facts)
+        assert f"auto = {chosen}" in check.found and check.verdict is Verdict.OK
+    assert judge_progress(1, 2, 1, "serialized").verdict is Verdict.SLOW
     assert "auto = shm" in judge_transport(2, None).found
     assert judge_transport(2, "no two ranks share a node").verdict is Verdict.OK
     assert judge_transport(2, "/dev/shm has 1 MiB free, 64 MiB are needed").verdict is Verdict.SLOW

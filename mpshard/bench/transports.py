@@ -34,7 +34,7 @@ def measure(comm: MPI.Comm, device: Device, sizes: Sequence[int] = SIZES, progre
     """
     mesh = Mesh(comm)
     set_blas_threads(mesh.cores)
-    mover = progress_for(progress, mesh.cores, mesh.world)
+    mover = progress_for(progress, mesh.cores, mesh.world, mesh.ranks_on_node)
     problem = shared.fits(mesh.comm, mesh.ranks_on_node, 6 * max(sizes) * mesh.ranks_on_node)
     ways: dict[str, Transport] = {"mpi, reduce-scatter": MessageTransport(mesh.comm, device, mover),
                                   "mpi, all-to-all": MessageTransport(mesh.comm, device, mover, ordered=True)}

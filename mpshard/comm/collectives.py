@@ -6,7 +6,9 @@ is there. So one text serves both ways of making progress, and an operation may 
 Note on progress. A nonblocking call is not overlapped by itself: somebody must be inside MPI. Measured over a
 400 Mbit/s link with the host busy in matrix products: nonblocking then Wait hides nothing; Test between
 kernels 90 %; one thread that runs the operations in their order 94 %. With every core computing, the thread
-only takes turns with the compute, so `Poll` is the choice when a rank has one core and `Thread` when it has more.
+only takes turns with the compute, so `Thread` is the choice when a rank has more than one core. With one it is `Poll` inside a
+node; between nodes a link would stand still during long kernels, once the system's buffers are empty, so `Timer` looks after it
+every few milliseconds.
 
 Note on counts. MPI-4 gives counts of 64 bits, but Open MPI 5.0 still refuses 2^31 elements in one call. Above
 `COUNT_LIMIT` elements are sent in larger units (a contiguous datatype); reductions cannot be (their operators want
@@ -121,6 +123,10 @@ class Poll:
             self.poll()
         return pending
 
+    @property
+    def under_way(self) -> bool:
+        return bool(self.outstanding or any(self.lanes.values()))
+
     def poll(self) -> None:
         if self.outstanding:
             self.outstanding = [pending for pending in self.outstanding if not pending.advance()]
@@ -135,6 +141,56 @@ class Poll:
         pass
 
 
+class Timer(Poll):
+    """As `Poll`, and every `INTERVAL` seconds while anything is under way, from a thread that sleeps in between.
+
+    Kernels leave Python's lock while they compute, so it gets its turn on a core that is busy with one. Needs
+    MPI.THREAD_MULTIPLE, since the main thread may be inside a call of its own.
+    """
+
+    name = "timer"
+    INTERVAL = 2e-3
+
+    def __init__(self) -> None:
+        super().__init__()
+        _need_threads(self.name)
+        self.lock = threading.RLock()
+        self.busy, self.closing = threading.Event(), False
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="mpshard-timer", daemon=True)
+        self.thread.start()
+
+    def start(self, pending: Pending, lane: str | None = None) -> Pending:
+        with self.lock:
+            super().start(pending, lane)
+            if self.under_way:
+                self.busy.set()
+        return pending
+
+    def poll(self) -> None:
+        with self.lock:
+            if self.error is not None:
+                raise self.error
+            super().poll()
+            if not self.under_way:
+                self.busy.clear()
+
+    def _run(self) -> None:
+        while not self.closing:
+            self.busy.wait()
+            time.sleep(self.INTERVAL)
+            try:
+                self.poll()
+            except BaseException as error:  # for the main thread, at its next call: it must not die unseen in this one
+                self.error = self.error or error
+                return
+
+    def close(self) -> None:
+        self.closing = True
+        self.busy.set()
+        self.thread.join()
+
+
 class Thread:
     """Progress on a thread of its own, which runs the operations to their ends in the order of their starts.
 
@@ -144,8 +200,7 @@ class Thread:
     name = "thread"
 
     def __init__(self) -> None:
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise ConfigError("shard.progress=thread needs an MPI with MPI_THREAD_MULTIPLE; use shard.progress=poll")
+        _need_threads(self.name)
         self.jobs: queue.SimpleQueue[tuple[Pending, threading.Event] | None] = queue.SimpleQueue()
         self.events: dict[Pending, threading.Event] = {}
         self.thread = threading.Thread(target=self._run, name="mpshard-comm", daemon=True)
@@ -178,15 +233,29 @@ class Thread:
         self.thread.join()
 
 
+def _need_threads(choice: str) -> None:
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise ConfigError(f"shard.progress={choice} needs an MPI with MPI_THREAD_MULTIPLE; use shard.progress=poll")
+
+
 Progress = Poll | Thread
 
 
-def progress_for(choice: str, cores: int, world: int) -> Progress:
-    """`choice` "poll" or "thread"; "auto" takes the thread where the rank has a core for it and somebody to talk to."""
-    if choice not in ("auto", "poll", "thread"):
-        raise ConfigError(f'shard.progress={choice!r} is not known; use "auto", "poll" or "thread"')
-    threaded = choice == "thread" or (choice == "auto" and cores > 1 and world > 1)
-    return Thread() if threaded else Poll()
+def progress_for(choice: str, cores: int, world: int, node: int) -> Progress:
+    """`choice` "poll", "timer" or "thread"; "auto": see `best_progress`. world, node: ranks in all, and on this node."""
+    chosen = best_progress(cores, world, node, MPI.Query_thread() >= MPI.THREAD_MULTIPLE) if choice == "auto" else choice
+    kinds: dict[str, Callable[[], Progress]] = {"poll": Poll, "timer": Timer, "thread": Thread}
+    if chosen not in kinds:
+        raise ConfigError(f'shard.progress={choice!r} is not known; use "auto", "poll", "timer" or "thread"')
+    return kinds[chosen]()
+
+
+def best_progress(cores: int, world: int, node: int, threads: bool) -> str:
+    """The thread where the rank has a core for it and somebody to talk to, the timer where those are elsewhere. threads: whether
+    MPI allows for any."""
+    if world == 1 or not threads:
+        return "poll"
+    return "thread" if cores > 1 else "timer" if node < world else "poll"
 
 
 # -- the operations --------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def register(add: Add) -> None:
     sub = kind("collectives", bench_collectives, "Gathers and reduces of a unit, by each transport, alone and behind compute.",
                "mpirun -n 2 mpshard bench collectives --bytes 1e6 --bytes 5e7")
     sub.add_argument("--bytes", type=_bytes, action="append", help="of a full unit; may be repeated")
-    sub.add_argument("--progress", choices=("auto", "poll", "thread"), default="auto", help="as shard.progress")
+    sub.add_argument("--progress", choices=("auto", "poll", "timer", "thread"), default="auto", help="as shard.progress")
 
     sub = add("doctor", doctor, "Say what is slow or wrong with this launch and machine, and the remedy.",
               "mpirun -n 2 mpshard doctor")

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -28,6 +30,13 @@ from mpshard.device.numpy_update import BF16
 
 ORDER = ("plain", "avx2", "avx512", "zen4")
 FLOAT32 = np.dtype(np.float32)
+GRAIN = 1 << 16  # elements of the least work for a thread: some 20 us, where handing it over costs 10 to 20
+
+
+@cache
+def _workers(count: int) -> ThreadPoolExecutor:
+    """Threads for as many parts of a kernel: Python's lock is free while they compute."""
+    return ThreadPoolExecutor(count, thread_name_prefix="mpshard-kernel")
 
 
 @cache
@@ -67,8 +76,8 @@ SIGNATURES = {
     "gelu": "lpp", "gelu_backward": "lppp", "swiglu": "llpp", "swiglu_backward": "llppp",
     "layer_norm": "llpppfppp", "layer_norm_backward": "llppppppp" "ip", "rms_norm": "llppfpp", "rms_norm_backward": "llppppp" "ip",
     "exponentials": "llppp", "adamw": "lpppp" "fffffff", "to_bf16": "lpp", "from_bf16": "lpp", "dropout": "lpuuuufp",
-    "rotary": "llllpppf", "attention_scratch": "ll", "attention_backward_scratch": "ll", "attention": "lllllf" "ppppp",
-    "attention_backward": "lllllf" "ppppppp", "product_scratch": "l", "product": "lll" "pll" "pll" "plip",
+    "rotary": "llllpppf", "attention_scratch": "ll", "attention_backward_scratch": "ll", "attention": "llllllf" "ppppp",
+    "attention_backward": "llllllf" "ppppppp", "product_scratch": "l", "product": "lll" "pll" "pll" "plip",
 }
 _TYPES = {"l": ctypes.c_long, "f": ctypes.c_float, "i": ctypes.c_int, "u": ctypes.c_uint, "p": ctypes.c_void_p}
 _RESULTS = {"exponentials": ctypes.c_double,
@@ -109,6 +118,28 @@ class CompiledDevice(NumpyDevice):
     def run(self, name: str, *args: Any, chosen: str = "") -> Any:
         return kernel(name, chosen or self.instructions)(*[at(a) if isinstance(a, np.ndarray) else a for a in args])
 
+    # -- cores -------------------------------------------------------------------------------
+    def spread(self, n: int, elements: int, action: Callable[[int, int], Any]) -> list[Any]:
+        """action(start, stop) over parts of range(n), one on each core of this rank, and what they return in order.
+
+        elements: how many each of the n stands for: parts with too few are not worth a thread.
+        """
+        parts = min(blas.threads(), n, n * elements // GRAIN)
+        if parts <= 1:
+            return [action(0, n)] if n else []
+        bounds = [n * part // parts for part in range(parts + 1)]
+        return list(_workers(parts).map(action, bounds[:-1], bounds[1:]))
+
+    def by_element(self, name: str, *arrays: np.ndarray, more: Sequence[float] = ()) -> None:
+        """A kernel that takes a number of elements and contiguous arrays of so many."""
+        flats = [flat(array) for array in arrays]
+        self.spread(flats[0].size, 1, lambda lo, hi: self.run(name, hi - lo, *(array[lo:hi] for array in flats), *more))
+
+    def by_row(self, name: str, n: int, width: int, *arrays: np.ndarray) -> None:
+        """A kernel that takes a number of rows, a width, and contiguous arrays of n rows."""
+        rows = [flat(array).reshape(n, -1) for array in arrays] if n else []
+        self.spread(n, width, lambda lo, hi: self.run(name, hi - lo, width, *(array[lo:hi] for array in rows)))
+
     # -- products ----------------------------------------------------------------------------
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, accumulate: bool = False) -> np.ndarray:
         if not self.products or blas.threads() > 1 or a.dtype != FLOAT32 or b.dtype != FLOAT32:
@@ -128,14 +159,14 @@ class CompiledDevice(NumpyDevice):
         if x.dtype != FLOAT32 or not approximate:
             return super().gelu(x, approximate)
         y = self.empty(x.shape, x.dtype)
-        self.run("gelu", x.size, flat(x), y)
+        self.by_element("gelu", x, y)
         return y
 
     def gelu_backward(self, dy: np.ndarray, x: np.ndarray, approximate: bool, y: np.ndarray | None = None) -> np.ndarray:
         if x.dtype != FLOAT32 or not approximate:
             return super().gelu_backward(dy, x, approximate, y)
         dx = self.empty(x.shape, x.dtype)
-        self.run("gelu_backward", x.size, flat(dy), flat(x), dx)
+        self.by_element("gelu_backward", dy, x, dx)
         return dx
 
     def swiglu(self, gate_up: np.ndarray) -> np.ndarray:
@@ -143,7 +174,7 @@ class CompiledDevice(NumpyDevice):
             return super().swiglu(gate_up)
         n, f = gate_up.shape[0], gate_up.shape[1] // 2
         y = self.empty((n, f), gate_up.dtype)
-        self.run("swiglu", n, f, flat(gate_up), y)
+        self.by_row("swiglu", n, f, gate_up, y)
         return y
 
     def swiglu_backward(self, dy: np.ndarray, gate_up: np.ndarray, y: np.ndarray | None = None) -> np.ndarray:
@@ -151,17 +182,18 @@ class CompiledDevice(NumpyDevice):
             return super().swiglu_backward(dy, gate_up, y)
         n, f = dy.shape
         dx = self.empty((n, 2 * f), dy.dtype)
-        self.run("swiglu_backward", n, f, flat(dy), flat(gate_up), dx)
+        self.by_row("swiglu_backward", n, f, dy, gate_up, dx)
         return dx
 
     # -- normalisation -----------------------------------------------------------------------
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
         if x.dtype != FLOAT32:
             return super().layer_norm(x, weight, bias, eps)
-        n, d = rows_of(x).shape
-        y, stats = self.empty(x.shape, x.dtype), self.empty((2, n), x.dtype)
-        self.run("layer_norm", n, d, flat(x), weight, bias, eps, y, stats[0], stats[1])
-        return y, stats
+        (n, d), x2 = rows_of(x).shape, flat(x).reshape(-1, x.shape[-1])
+        y, stats = self.empty((n, d), x.dtype), self.empty((2, n), x.dtype)
+        self.spread(n, d, lambda lo, hi: self.run("layer_norm", hi - lo, d, x2[lo:hi], weight, bias, eps, y[lo:hi],
+                                                  stats[0, lo:hi], stats[1, lo:hi]))
+        return y.reshape(x.shape), stats
 
     def layer_norm_backward(
         self, dy: np.ndarray, x: np.ndarray, weight: np.ndarray, stats: np.ndarray,
@@ -169,20 +201,26 @@ class CompiledDevice(NumpyDevice):
     ) -> np.ndarray:  # fmt: skip
         if x.dtype != FLOAT32:
             return super().layer_norm_backward(dy, x, weight, stats, dweight, dbias, accumulate, dx)
-        (n, d), columns = rows_of(x).shape, Columns(x.shape[-1], x.dtype)
         out = self.empty(x.shape, x.dtype) if dx is None else dx
-        self.run("layer_norm_backward", n, d, flat(dy), flat(x), weight, stats[0], stats[1], columns.weight, columns.bias,
-                 dx is not None, flat(out))
-        columns.store(dweight, dbias, accumulate)
+        dy2, x2, out2 = (flat(a).reshape(-1, x.shape[-1]) for a in (dy, x, out))
+        n, d = x2.shape
+
+        def part(lo: int, hi: int) -> Columns:
+            columns = Columns(d, x.dtype)
+            self.run("layer_norm_backward", hi - lo, d, dy2[lo:hi], x2[lo:hi], weight, stats[0, lo:hi], stats[1, lo:hi],
+                     columns.weight, columns.bias, dx is not None, out2[lo:hi])
+            return columns
+
+        _sum_of(self.spread(n, d, part), d).store(dweight, dbias, accumulate)
         return out
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
         if x.dtype != FLOAT32:
             return super().rms_norm(x, weight, eps)
-        n, d = rows_of(x).shape
-        y, stats = self.empty(x.shape, x.dtype), self.empty(n, x.dtype)
-        self.run("rms_norm", n, d, flat(x), weight, eps, y, stats)
-        return y, stats
+        (n, d), x2 = rows_of(x).shape, flat(x).reshape(-1, x.shape[-1])
+        y, stats = self.empty((n, d), x.dtype), self.empty(n, x.dtype)
+        self.spread(n, d, lambda lo, hi: self.run("rms_norm", hi - lo, d, x2[lo:hi], weight, eps, y[lo:hi], stats[lo:hi]))
+        return y.reshape(x.shape), stats
 
     def rms_norm_backward(
         self, dy: np.ndarray, x: np.ndarray, weight: np.ndarray, stats: np.ndarray,
@@ -190,20 +228,32 @@ class CompiledDevice(NumpyDevice):
     ) -> np.ndarray:  # fmt: skip
         if x.dtype != FLOAT32:
             return super().rms_norm_backward(dy, x, weight, stats, dweight, accumulate, dx)
-        (n, d), columns = rows_of(x).shape, Columns(x.shape[-1], x.dtype)
         out = self.empty(x.shape, x.dtype) if dx is None else dx
-        self.run("rms_norm_backward", n, d, flat(dy), flat(x), weight, stats, columns.weight, dx is not None, flat(out))
-        columns.store(dweight, None, accumulate)
+        dy2, x2, out2 = (flat(a).reshape(-1, x.shape[-1]) for a in (dy, x, out))
+        n, d = x2.shape
+
+        def part(lo: int, hi: int) -> Columns:
+            columns = Columns(d, x.dtype)
+            self.run("rms_norm_backward", hi - lo, d, dy2[lo:hi], x2[lo:hi], weight, stats[lo:hi], columns.weight, dx is not None,
+                     out2[lo:hi])
+            return columns
+
+        _sum_of(self.spread(n, d, part), d).store(dweight, None, accumulate)
         return out
 
     # -- attention ---------------------------------------------------------------------------
     def rotary(self, qkv: np.ndarray, heads: int, kv_heads: int, cos: np.ndarray, sin: np.ndarray, inverse: bool = False) -> None:
         if qkv.dtype != FLOAT32 or not (cos.flags.c_contiguous and sin.flags.c_contiguous):
             return super().rotary(qkv, heads, kv_heads, cos, sin, inverse)
-        _, t, width = qkv.shape
-        for number, sequence in enumerate(qkv):
-            angles = (cos, sin) if cos.ndim == 2 else (cos[number], sin[number])
-            self.run("rotary", t, width, heads + kv_heads, cos.shape[-1], flat(sequence), *angles, -1.0 if inverse else 1.0)
+        b, t, width = qkv.shape
+        sequences, sign = flat(qkv).reshape(b, t, width), -1.0 if inverse else 1.0
+
+        def part(lo: int, hi: int) -> None:
+            for i in range(b):
+                c, s = (a[lo:hi] if a.ndim == 2 else a[i, lo:hi] for a in (cos, sin))
+                self.run("rotary", hi - lo, width, heads + kv_heads, cos.shape[-1], sequences[i, lo:hi], c, s, sign)
+
+        self.spread(t, b * width, part)
 
     def attention(
         self, qkv: np.ndarray, heads: int, kv_heads: int, scale: float, segments: np.ndarray | None = None
@@ -212,8 +262,9 @@ class CompiledDevice(NumpyDevice):
         if qkv.dtype != FLOAT32 or e % 16:  # whole vectors
             return super().attention(qkv, heads, kv_heads, scale, segments)
         y, lse = self.empty((b, t, heads * e), qkv.dtype), self.empty((b, heads, t), qkv.dtype)
-        scratch = self.empty(self.run("attention_scratch", t, e), qkv.dtype)
-        self.run("attention", b, t, heads, kv_heads, e, scale, flat(qkv), _segments(segments), y, lse, scratch)
+        packed, size = _segments(segments), self.run("attention_scratch", t, e)
+        self.spread(b * kv_heads, t * t * e, lambda lo, hi: self.run(
+            "attention", lo, hi, t, heads, kv_heads, e, scale, flat(qkv), packed, y, lse, self.empty(size, FLOAT32)))
         return y, lse
 
     def attention_backward(
@@ -223,29 +274,30 @@ class CompiledDevice(NumpyDevice):
         b, t, e = *qkv.shape[:2], qkv.shape[2] // (heads + 2 * kv_heads)
         if qkv.dtype != FLOAT32 or e % 16:
             return super().attention_backward(dy, qkv, y, lse, heads, kv_heads, scale, segments)
-        dqkv, scratch = self.empty(qkv.shape, qkv.dtype), self.empty(self.run("attention_backward_scratch", t, e), qkv.dtype)
-        self.run("attention_backward", b, t, heads, kv_heads, e, scale, flat(dy), flat(qkv), flat(y), flat(lse),
-                 _segments(segments), dqkv, scratch)
+        dqkv, packed, size = self.empty(qkv.shape, qkv.dtype), _segments(segments), self.run("attention_backward_scratch", t, e)
+        self.spread(b * kv_heads, t * t * e, lambda lo, hi: self.run(
+            "attention_backward", lo, hi, t, heads, kv_heads, e, scale, flat(dy), flat(qkv), flat(y), flat(lse), packed, dqkv,
+            self.empty(size, FLOAT32)))
         return dqkv
 
     # -- loss --------------------------------------------------------------------------------
     def exponentials(self, logits: np.ndarray, labels: np.ndarray, sums: np.ndarray, shifted: bool) -> float:
         if logits.dtype != FLOAT32:
             return super().exponentials(logits, labels, sums, shifted)
-        return self.run("exponentials", *logits.shape, flat(logits), np.ascontiguousarray(labels, np.int64), sums)
+        (n, v), labels = logits.shape, np.ascontiguousarray(labels, np.int64)
+        rows = flat(logits).reshape(n, v)
+        return sum(self.spread(n, v, lambda lo, hi: self.run("exponentials", hi - lo, v, rows[lo:hi], labels[lo:hi], sums[lo:hi])))
 
     # -- dropout, optimizer, formats ---------------------------------------------------------
     def dropout(self, x: np.ndarray, probability: float, key: tuple[int, int], out: np.ndarray | None = None) -> np.ndarray:
-        if x.dtype != FLOAT32 or not 0 <= probability < 1:
+        threshold = round(probability * 2**32)
+        if x.dtype != FLOAT32 or not 0 <= probability < 1 or threshold >> 32 or x.size >> 32:
             return super().dropout(x, probability, key, out)
         if out is None:
             out = self.empty(x.shape, x.dtype)
-        x1, out1, threshold = flat(x), flat(out), round(probability * 2**32)
-        if threshold >> 32:  # of a probability that float64 cannot tell from 1
-            return super().dropout(x, probability, key, out)
-        for start in range(0, x.size, 1 << 32):
-            part = slice(start, start + (1 << 32))
-            self.run("dropout", x1[part].size, x1[part], 0, *spread_key(key, start >> 32), threshold, 1 / (1 - probability), out1[part])
+        x1, out1, words = flat(x), flat(out), spread_key(key, 0)
+        self.spread(x.size, 1, lambda lo, hi: self.run("dropout", hi - lo, x1[lo:hi], lo, *words, threshold, 1 / (1 - probability),
+                                                       out1[lo:hi]))
         return out
 
     def adamw(
@@ -256,15 +308,24 @@ class CompiledDevice(NumpyDevice):
             return super().adamw(weight, gradient, moment1, moment2, lr=lr, beta1=beta1, beta2=beta2, eps=eps,
                                  weight_decay=weight_decay, step=step, gradient_scale=gradient_scale)
         root = math.sqrt(1 - beta2**step)
-        self.run("adamw", weight.size, *map(flat, (weight, gradient, moment1, moment2)), beta1, beta2, (1 - beta1) * gradient_scale,
-                 math.sqrt(1 - beta2) * gradient_scale, eps * root, lr * root / (1 - beta1**step), 1 - lr * weight_decay)
+        numbers = (beta1, beta2, (1 - beta1) * gradient_scale, math.sqrt(1 - beta2) * gradient_scale, eps * root,
+                   lr * root / (1 - beta1**step), 1 - lr * weight_decay)
+        self.by_element("adamw", weight, gradient, moment1, moment2, more=numbers)
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
         kernels = {(FLOAT32, BF16): "to_bf16", (BF16, FLOAT32): "from_bf16"}
         name = kernels.get((x.dtype, out.dtype))
         if name is None or not (x.flags.c_contiguous and out.flags.c_contiguous):
             return super().cast(x, out)
-        self.run(name, x.size, x, out)
+        self.by_element(name, x, out)
+
+
+def _sum_of(parts: list[Columns], d: int) -> Columns:
+    total = parts[0] if parts else Columns(d, FLOAT32)
+    for part in parts[1:]:
+        total.weight += part.weight
+        total.bias += part.bias
+    return total
 
 
 def _segments(segments: np.ndarray | None) -> np.ndarray | None:

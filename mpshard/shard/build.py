@@ -57,7 +57,8 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
         GPU always does the second.
     transport: "mpi", plain messages; "shm", memory that the ranks of a node share; "auto", shm where it can be had. On a
         GPU: "mpi", messages from and to its memory; "staged", through pinned memory of the host; "auto", mpi if it can.
-    progress: "poll" between kernels; "thread": one that runs the communication, for ranks with a core to spare; "auto".
+    progress: "poll" between kernels; "timer": also every 2 ms during them; "thread": one that runs the communication, for ranks
+        with a core to spare; "auto": the thread for these, else the timer where messages go to other nodes.
     recompute: what backward makes again instead of keeping it: "none"; "pointwise": the results of norms and activation
         functions, a third of what a block keeps for about 1 % of the time; "block": whole blocks, of which only the input
         is kept; k: every k-th block.
@@ -90,11 +91,11 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     if opened.on_host:
         if isinstance(device, str) and options.precision.param == "bf16":
             _multiply_bf16(cast(NumpyDevice, opened), mesh)
-        mover = progress_for(progress, mesh.cores, mesh.world)
+        mover = progress_for(progress, mesh.cores, mesh.world, ranks_on_node or mesh.ranks_on_node)
         carrier = _transport(options, model, mesh, ranks_on_node or mesh.ranks_on_node, opened, mover)
     else:
         _check_for_device(options)
-        mover = progress_for("poll", mesh.cores, mesh.world)  # the host is free while kernels run
+        mover = progress_for("poll", mesh.cores, mesh.world, mesh.ranks_on_node)  # the host is free while kernels run
         # It takes only the stores and slots that it makes.
         carrier = cast(Transport, device_transport(mesh.group, cast(Accelerator, opened), mover, transport, cuda_aware))
     return Sharded(model, mesh, opened, carrier, mover, options, seed=seed, ignore_index=ignore_index)
@@ -134,7 +135,7 @@ def _check_for_device(options: Options) -> None:
     for key, value, wrong, remedy in (
             ("shard.strategy", options.strategy, ("none", "hybrid"), "full, grad_op or optim"),
             ("shard.transport", options.transport, ("shm",), "mpi or staged"),
-            ("shard.progress", options.progress, ("thread",), "poll: the host thread is free while kernels run"),
+            ("shard.progress", options.progress, ("thread", "timer"), "poll: the host thread is free while kernels run"),
             ("precision.gather", options.precision.gather, ("fp8_e4m3",), "param")):
         if value in wrong:
             raise ConfigError(f"{key}={value} cannot be had with run.device=cupy; use {remedy}")

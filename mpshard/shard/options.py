@@ -35,7 +35,7 @@ class Options:
     def __post_init__(self) -> None:
         for key, known in (("strategy", STRATEGIES), ("accumulate", ("auto", "sharded", "unsharded")),
                            ("reduce", ("mpi", "alltoall")), ("transport", ("auto", "mpi", "shm", "staged")),
-                           ("progress", ("auto", "poll", "thread")), ("offload", ("none", "optimizer", "activations", "all"))):
+                           ("progress", ("auto", "poll", "timer", "thread")), ("offload", ("none", "optimizer", "activations", "all"))):
             if getattr(self, key) not in known:
                 raise ConfigError(f'shard.{key}="{getattr(self, key)}" is not known; use {", ".join(known)}')
         if self.prefetch < 0:

@@ -1,17 +1,22 @@
 import numpy as np
 import pytest
 
-from mpshard.device import compiled
+from mpshard.device import blas, compiled
 from mpshard.device.numpy_device import NumpyDevice
 
 
-@pytest.fixture(params=["numpy", *compiled.ORDER])
-def device(request):
-    """The NumPy device: NumPy's kernels, and the compiled ones of every set of instructions that this processor has."""
+@pytest.fixture(params=["numpy", *compiled.ORDER, "3 threads"])
+def device(request, monkeypatch):
+    """The NumPy device: NumPy's kernels, and the compiled ones of every set of instructions that this processor has; the best
+    also cut among threads, however little there is to do."""
     if request.param == "numpy":
         return NumpyDevice(poison=True)
     if isinstance(reason := compiled.load(), str):
         pytest.skip(f"no compiled kernels: {reason}")
+    if request.param == "3 threads":
+        monkeypatch.setattr(compiled, "GRAIN", 1)
+        monkeypatch.setattr(blas, "threads", lambda: 3)
+        return compiled.CompiledDevice(poison=True)
     if request.param not in compiled.all_instructions():
         pytest.skip(f"this processor has no {request.param}")
     return compiled.CompiledDevice(poison=True, chosen=request.param)

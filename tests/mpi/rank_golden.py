@@ -43,7 +43,8 @@ WAYS = [
     (12, {"transport": "mpi", "reduce": "mpi", "progress": "poll", "prefetch": 2}),
     (12, {"transport": "shm", "progress": "thread", "prefetch": 2}),
     (1, {"transport": "shm", "progress": "poll", "ranks_on_node": 1}),
-    (1, {"transport": "shm", "progress": "poll", "ranks_on_node": 2}),
+    (1, {"transport": "shm", "progress": "timer", "ranks_on_node": 2}),
+    (3, {"transport": "mpi", "reduce": "mpi", "progress": "timer"}),
     (2, {"transport": "shm", "progress": "thread", "ranks_on_node": 2}),
 ]
 

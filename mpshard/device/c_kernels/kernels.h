@@ -363,94 +363,104 @@ EXPORT long NAME(attention_scratch)(long t, long e) { return BLOCK * BLOCK + 2 *
 EXPORT long NAME(attention_backward_scratch)(long t, long e) { return 2 * BLOCK * BLOCK + t + UP(t, BLOCK) * e * 8; }
 
 // qkv (b, t, (heads + 2 kv_heads) e) -> y (b, t, heads e), lse (b, heads, t). Dao 2023 (arXiv:2307.08691), algorithm 1.
-EXPORT void NAME(attention)(long b, long t, long heads, long kv_heads, long e, float scale, const float *qkv, const int *segments,
-                            float *y, float *lse, float *scratch) {
+// Work is cut by key/value heads: number n is head n % kv_heads of sequence n / kv_heads; from `first` to before `last`.
+EXPORT void NAME(attention)(long first, long last, long t, long heads, long kv_heads, long e, float scale, const float *all_qkv,
+                            const int *segments, float *all_y, float *all_lse, float *scratch) {
     long width = (heads + 2 * kv_heads) * e, group = heads / kv_heads;
     float *s = scratch, *out = s + BLOCK * BLOCK, *queries = out + BLOCK * e, *largest = queries + BLOCK * e;
     float *sums = largest + BLOCK, *keys = sums + 2 * BLOCK;
-    for (long sequence = 0; sequence < b; sequence++, qkv += t * width, y += t * heads * e, lse += heads * t) {
+    for (long number = first; number < last; number++) {
+        long sequence = number / kv_heads, kv = number % kv_heads;
+        const float *qkv = all_qkv + sequence * t * width, *values = qkv + (heads + kv_heads + kv) * e;
         const int *own = segments ? segments + sequence * t : 0;
-        for (long kv = 0; kv < kv_heads; kv++) {
-            const float *values = qkv + (heads + kv_heads + kv) * e;
-            NAME(turn)(t, width, e, qkv + (heads + kv) * e, keys);
-            for (long head = kv * group; head < (kv + 1) * group; head++)
-                for (long q = 0; q < t; q += BLOCK) {
-                    long m = LEAST(BLOCK, t - q);
-                    NAME(pack)(m, width, e, qkv + q * width + head * e, queries);
-                    for (long i = 0; i < m; i++) largest[i] = -INFINITY, sums[i] = 0;
-                    memset(out, 0, m * e * sizeof(float));
-                    for (long k = 0; k <= q; k += BLOCK) {
-                        long n = LEAST(BLOCK, t - k);
-                        if (own && k < q && NAME(apart)(own, q, m, k, n)) continue;
-                        NAME(scores)(m, e, queries, e, keys + k * e, s, k == q);
-                        NAME(soften)(m, e, scale, s, n, k == q, own, q, k, largest, sums, out);
-                        NAME(weighted)(m, n, e, s, values + k * width, width, out, e, k == q, 1);
-                    }
-                    for (long i = 0; i < m; i++) {
-                        float factor = 1 / sums[i], *row = y + (q + i) * heads * e + head * e;
-                        #pragma omp simd
-                        for (long j = 0; j < e; j++) row[j] = out[i * e + j] * factor;
-                        lse[head * t + q + i] = scale * largest[i] + logf(sums[i]);
-                    }
+        float *y = all_y + sequence * t * heads * e, *lse = all_lse + sequence * heads * t;
+        NAME(turn)(t, width, e, qkv + (heads + kv) * e, keys);
+        for (long head = kv * group; head < (kv + 1) * group; head++)
+            for (long q = 0; q < t; q += BLOCK) {
+                long m = LEAST(BLOCK, t - q);
+                NAME(pack)(m, width, e, qkv + q * width + head * e, queries);
+                for (long i = 0; i < m; i++) largest[i] = -INFINITY, sums[i] = 0;
+                memset(out, 0, m * e * sizeof(float));
+                for (long k = 0; k <= q; k += BLOCK) {
+                    long n = LEAST(BLOCK, t - k);
+                    if (own && k < q && NAME(apart)(own, q, m, k, n)) continue;
+                    NAME(scores)(m, e, queries, e, keys + k * e, s, k == q);
+                    NAME(soften)(m, e, scale, s, n, k == q, own, q, k, largest, sums, out);
+                    NAME(weighted)(m, n, e, s, values + k * width, width, out, e, k == q, 1);
                 }
-        }
+                for (long i = 0; i < m; i++) {
+                    float factor = 1 / sums[i], *row = y + (q + i) * heads * e + head * e;
+                    #pragma omp simd
+                    for (long j = 0; j < e; j++) row[j] = out[i * e + j] * factor;
+                    lse[head * t + q + i] = scale * largest[i] + logf(sums[i]);
+                }
+            }
     }
 }
 
-// P = exp(scale S - lse), D = row sums of dy * y:  dV = P' dy,  dS = P * (dy V' - D),  dQ = scale dS K,  dK = scale dS' Q.
-EXPORT void NAME(attention_backward)(long b, long t, long heads, long kv_heads, long e, float scale, const float *dy, const float *qkv,
-                                     const float *y, const float *lse, const int *segments, float *dqkv, float *scratch) {
+// A block of P = exp(scale S - lse) and dS = P * (dP - D) scale, in place of S and dP; D: row sums of dy * y.
+static void NAME(changes)(long m, float scale, float *s, float *ds, long keys, int diagonal, const int *segments, long q, long k,
+                          const float *lse, const float *d) {
+    for (long i = 0; i < m; i++, s += BLOCK, ds += BLOCK) {
+        long count = diagonal ? LEAST(keys, i + 1) : keys;
+        float norm = lse[q + i], mean = d[q + i];
+        if (segments) NAME(hide)(s, count, segments, q + i, k);
+        #pragma omp simd
+        for (long j = 0; j < count; j++) {
+            s[j] = NAME(exp)(scale * s[j] - norm);
+            ds[j] = s[j] * (ds[j] - mean) * scale;
+        }
+        for (long j = count; j < BLOCK; j++) s[j] = ds[j] = 0;
+    }
+}
+
+// With P and dS as above:  dV = P' dy,  dQ = dS K,  dK = dS' Q. Same paper, algorithm 2. Cut as the forward pass.
+EXPORT void NAME(attention_backward)(long first, long last, long t, long heads, long kv_heads, long e, float scale,
+                                     const float *all_dy, const float *all_qkv, const float *all_y, const float *all_lse,
+                                     const int *segments, float *all_dqkv, float *scratch) {
     long width = (heads + 2 * kv_heads) * e, group = heads / kv_heads, size = UP(t, BLOCK) * e;
     float *p = scratch, *ds = p + BLOCK * BLOCK, *turned_keys = ds + BLOCK * BLOCK, *turned_values = turned_keys + size;
     float *keys = turned_values + size, *queries = keys + size, *gradients = queries + size, *dq = gradients + size;
     float *dk = dq + size, *dv = dk + size, *d = dv + size;
-    for (long sequence = 0; sequence < b; sequence++) {
+    for (long number = first; number < last; number++) {
+        long sequence = number / kv_heads, kv = number % kv_heads;
+        const float *qkv = all_qkv + sequence * t * width, *k_in = qkv + (heads + kv) * e, *v_in = k_in + kv_heads * e;
         const int *own = segments ? segments + sequence * t : 0;
-        for (long kv = 0; kv < kv_heads; kv++) {
-            NAME(turn)(t, width, e, qkv + (heads + kv) * e, turned_keys);
-            NAME(turn)(t, width, e, qkv + (heads + kv_heads + kv) * e, turned_values);
-            NAME(pack)(t, width, e, qkv + (heads + kv) * e, keys);
-            memset(dk, 0, 2 * size * sizeof(float));
-            for (long head = kv * group; head < (kv + 1) * group; head++) {
-                NAME(pack)(t, width, e, qkv + head * e, queries);
-                NAME(pack)(t, heads * e, e, dy + head * e, gradients);
-                for (long i = 0; i < t; i++) {
-                    const float *row = y + i * heads * e + head * e;
-                    float sum = 0;
-                    #pragma omp simd reduction(+ : sum)
-                    for (long j = 0; j < e; j++) sum += row[j] * gradients[i * e + j];
-                    d[i] = sum;
-                }
-                memset(dq, 0, t * e * sizeof(float));
-                for (long k = 0; k < t; k += BLOCK)
-                    for (long q = k; q < t; q += BLOCK) {
-                        long m = LEAST(BLOCK, t - q), n = LEAST(BLOCK, t - k);
-                        if (own && k < q && NAME(apart)(own, q, m, k, n)) continue;
-                        NAME(scores)(m, e, queries + q * e, e, turned_keys + k * e, p, k == q);
-                        NAME(scores)(m, e, gradients + q * e, e, turned_values + k * e, ds, k == q);
-                        for (long i = 0; i < m; i++) {
-                            float *weights = p + i * BLOCK, *changes = ds + i * BLOCK, norm = lse[head * t + q + i], mean = d[q + i];
-                            long count = k == q ? LEAST(n, i + 1) : n;
-                            if (own) NAME(hide)(weights, count, own, q + i, k);
-                            #pragma omp simd
-                            for (long j = 0; j < count; j++) {
-                                weights[j] = NAME(exp)(scale * weights[j] - norm);
-                                changes[j] = weights[j] * (changes[j] - mean) * scale;
-                            }
-                            for (long j = count; j < BLOCK; j++) weights[j] = changes[j] = 0;
-                        }
-                        NAME(gathered)(m, n, e, p, gradients + q * e, dv + k * e, k == q);
-                        NAME(gathered)(m, n, e, ds, queries + q * e, dk + k * e, k == q);
-                        NAME(weighted)(m, n, e, ds, keys + k * e, e, dq + q * e, e, k == q, 1);
-                    }
-                for (long i = 0; i < t; i++) memcpy(dqkv + i * width + head * e, dq + i * e, e * sizeof(float));
-            }
+        float *dqkv = all_dqkv + sequence * t * width;
+        NAME(turn)(t, width, e, k_in, turned_keys);
+        NAME(turn)(t, width, e, v_in, turned_values);
+        NAME(pack)(t, width, e, k_in, keys);
+        memset(dk, 0, 2 * size * sizeof(float));
+        for (long head = kv * group; head < (kv + 1) * group; head++) {
+            const float *y = all_y + (sequence * t * heads + head) * e, *dy = all_dy + (sequence * t * heads + head) * e;
+            const float *lse = all_lse + (sequence * heads + head) * t;
+            NAME(pack)(t, width, e, qkv + head * e, queries);
+            NAME(pack)(t, heads * e, e, dy, gradients);
             for (long i = 0; i < t; i++) {
-                memcpy(dqkv + i * width + (heads + kv) * e, dk + i * e, e * sizeof(float));
-                memcpy(dqkv + i * width + (heads + kv_heads + kv) * e, dv + i * e, e * sizeof(float));
+                const float *row = y + i * heads * e;
+                float sum = 0;
+                #pragma omp simd reduction(+ : sum)
+                for (long j = 0; j < e; j++) sum += row[j] * gradients[i * e + j];
+                d[i] = sum;
             }
+            memset(dq, 0, t * e * sizeof(float));
+            for (long k = 0; k < t; k += BLOCK)
+                for (long q = k; q < t; q += BLOCK) {
+                    long m = LEAST(BLOCK, t - q), n = LEAST(BLOCK, t - k);
+                    if (own && k < q && NAME(apart)(own, q, m, k, n)) continue;
+                    NAME(scores)(m, e, queries + q * e, e, turned_keys + k * e, p, k == q);
+                    NAME(scores)(m, e, gradients + q * e, e, turned_values + k * e, ds, k == q);
+                    NAME(changes)(m, scale, p, ds, n, k == q, own, q, k, lse, d);
+                    NAME(gathered)(m, n, e, p, gradients + q * e, dv + k * e, k == q);
+                    NAME(gathered)(m, n, e, ds, queries + q * e, dk + k * e, k == q);
+                    NAME(weighted)(m, n, e, ds, keys + k * e, e, dq + q * e, e, k == q, 1);
+                }
+            for (long i = 0; i < t; i++) memcpy(dqkv + i * width + head * e, dq + i * e, e * sizeof(float));
         }
-        qkv += t * width, dqkv += t * width, y += t * heads * e, dy += t * heads * e, lse += heads * t;
+        for (long i = 0; i < t; i++) {
+            memcpy(dqkv + i * width + (heads + kv) * e, dk + i * e, e * sizeof(float));
+            memcpy(dqkv + i * width + (heads + kv_heads + kv) * e, dv + i * e, e * sizeof(float));
+        }
     }
 }
 #undef vec
