@@ -28,6 +28,7 @@ from mpshard.device.numpy_norm import Columns
 from mpshard.device.numpy_random import spread_key
 from mpshard.device.numpy_update import BF16
 
+VERSION = 1  # compiled.c's
 ORDER = ("plain", "avx2", "avx512", "zen4")
 FLOAT32 = np.dtype(np.float32)
 GRAIN = 1 << 16  # elements of the least work for a thread: some 20 us, where handing it over costs 10 to 20
@@ -46,9 +47,12 @@ def load() -> ctypes.CDLL | str:
     if not built:
         return "they were not built; is there a C compiler? Install mpshard again once there is"
     try:
-        return ctypes.CDLL(str(built[0]))
-    except OSError as error:
+        library = ctypes.CDLL(str(built[0]))
+        if library.version() == VERSION:
+            return library
+    except (OSError, AttributeError) as error:
         return f"they cannot be loaded: {error}"
+    return f"{built[0].name} was built from other sources: install mpshard again"
 
 
 @cache
