@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import configparser
+import json
 import re
+import shutil
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
+from mpshard.device import compiled
 from tests.launch import ROOT, clean_env
 
 
@@ -33,6 +37,16 @@ def test_no_place_of_a_machine_is_in_the_metadata() -> None:
     setup.read(ROOT / "setup.cfg")
     assert setup["metadata"]["version"] == "attr: mpshard.__version__"
     assert {"mpich", "openmpi", "cuda12", "cuda13", "hf", "test", "dev"} <= set(setup["options.extras_require"])
+
+
+def test_the_installation_builds_the_compiled_kernels() -> None:
+    try:
+        url = json.loads(metadata.distribution("mpshard").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        url = {}
+    if not url.get("dir_info", {}).get("editable") or shutil.which("cc") is None:
+        pytest.skip("mpshard is not installed from here (pip install -e .), or there is no C compiler")
+    assert not isinstance(compiled.load(), str), compiled.load()
 
 
 def test_ci_runs_what_the_readme_tells_people_to_run() -> None:
