@@ -40,11 +40,8 @@ def test_no_place_of_a_machine_is_in_the_metadata() -> None:
 
 
 def test_the_installation_builds_the_compiled_kernels() -> None:
-    try:
-        url = json.loads(metadata.distribution("mpshard").read_text("direct_url.json") or "{}")
-    except metadata.PackageNotFoundError:
-        url = {}
-    if not url.get("dir_info", {}).get("editable") or shutil.which("cc") is None:
+    urls = [json.loads(found.read_text("direct_url.json") or "{}") for found in metadata.distributions(name="mpshard")]
+    if not any(url.get("dir_info", {}).get("editable") for url in urls) or shutil.which("cc") is None:
         pytest.skip("mpshard is not installed from here (pip install -e .), or there is no C compiler")
     assert not isinstance(compiled.load(), str), compiled.load()
 
