@@ -17,7 +17,8 @@ INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 #define LANES 4
 #define ROWS 4
 #define COLUMNS 2
-#include "kernels.h"
+#include "elementwise.h"
+#include "attention.h"
 #include "product.h"
 #undef NAME
 #undef LANES
@@ -31,7 +32,8 @@ INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 #define LANES 8
 #define ROWS 4
 #define COLUMNS 2
-#include "kernels.h"
+#include "elementwise.h"
+#include "attention.h"
 #include "product.h"
 #undef NAME
 #undef LANES
@@ -45,7 +47,8 @@ INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 #define LANES 16
 #define ROWS 8
 #define COLUMNS 2
-#include "kernels.h"
+#include "elementwise.h"
+#include "attention.h"
 #include "product.h"
 #undef NAME
 #pragma GCC pop_options

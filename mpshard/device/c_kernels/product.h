@@ -1,4 +1,4 @@
-// Matrix products: c (m, n) = or += a (m, k) @ b (k, n), for one core. Included by compiled.c like kernels.h.
+// Matrix products: c (m, n) = or += a (m, k) @ b (k, n), for one core. Included by compiled.c like the others.
 //
 // Goto, van de Geijn 2008, "Anatomy of high-performance matrix multiplication": what the innermost loop reads is copied first,
 // to the order in which it is read, in panels of ROWS rows of a and of WIDTH columns of b; DEPTH is cut so that a panel of b

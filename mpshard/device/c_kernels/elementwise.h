@@ -1,0 +1,216 @@
+// One pass over memory for what NumPy needs a dozen for, over blocks in the cache. Included by compiled.c once for each set of
+// instructions. float32 throughout; plain loops, which the compiler turns into vectors (`omp simd`).
+
+// exp(x), relative error 1.6e-7 between -88 and 88; below it is 0, from 88.4 on infinity (the last 0.3 of the range are not needed
+// by softmax and its like), NaN stays. x = n ln 2 + r, |r| <= ln 2 / 2; of r a polynomial with the least largest relative error;
+// 2^n from its exponent's bits, which for n = -127 are those of 0 and for n = 128 of infinity.
+INLINE float NAME(exp)(float x) {
+    x = x < -88.0f ? -88.0f : x;
+    x = x > 89.0f ? 89.0f : x;
+    float shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the integer is in the lower bits
+    float n = shifted - 12582912.0f;
+    float r = x - n * 0.693145751953125f;
+    r = r - n * 1.42860682030941723212e-6f;
+    float p = 8.290272206068039e-3f;
+    p = p * r + 4.189816117286682e-2f;
+    p = p * r + 0.1666763871908188f;
+    p = p * r + 0.4999914765357971f;
+    p = p * r + 0.9999997019767761f;
+    p = p * r + 1.0f;
+    return p * float_of((bits_of(shifted) - (0x4B400000 - 127)) << 23);
+}
+
+// -- activations -----------------------------------------------------------------------------
+// The tanh form is x / (1 + exp(-w)), w = x (LINEAR + CUBIC x^2).
+#define LINEAR 1.5957691216057308f
+#define CUBIC (LINEAR * 0.044715f)
+
+EXPORT void NAME(gelu)(long n, const float *x, float *y) {
+    #pragma omp simd
+    for (long i = 0; i < n; i++) y[i] = x[i] / (1.0f + NAME(exp)(-x[i] * (LINEAR + CUBIC * x[i] * x[i])));
+}
+
+EXPORT void NAME(gelu_backward)(long n, const float *dy, const float *x, float *dx) {
+    #pragma omp simd
+    for (long i = 0; i < n; i++) {
+        float square = x[i] * x[i];
+        float s = 1.0f / (1.0f + NAME(exp)(-x[i] * (LINEAR + CUBIC * square)));
+        dx[i] = dy[i] * (s + x[i] * s * (1.0f - s) * (LINEAR + 3.0f * CUBIC * square));
+    }
+}
+
+// Rows of 2f: gate, up. silu(gate) * up.
+EXPORT void NAME(swiglu)(long n, long f, const float *gate_up, float *y) {
+    for (long row = 0; row < n; row++, gate_up += 2 * f, y += f) {
+        const float *gate = gate_up, *up = gate_up + f;
+        #pragma omp simd
+        for (long i = 0; i < f; i++) y[i] = gate[i] / (1.0f + NAME(exp)(-gate[i])) * up[i];
+    }
+}
+
+EXPORT void NAME(swiglu_backward)(long n, long f, const float *dy, const float *gate_up, float *dx) {
+    for (long row = 0; row < n; row++, gate_up += 2 * f, dy += f, dx += 2 * f) {
+        const float *gate = gate_up, *up = gate_up + f;
+        float *dgate = dx, *dup = dx + f;
+        #pragma omp simd
+        for (long i = 0; i < f; i++) {
+            float s = 1.0f / (1.0f + NAME(exp)(-gate[i]));
+            float z = gate[i] * s;
+            dup[i] = dy[i] * z;
+            dgate[i] = dy[i] * up[i] * (z + s * (1.0f - z));
+        }
+    }
+}
+
+// -- normalisation ---------------------------------------------------------------------------
+EXPORT void NAME(layer_norm)(long n, long d, const float *x, const float *weight, const float *bias, float eps,
+                             float *y, float *means, float *inverses) {
+    for (long row = 0; row < n; row++, x += d, y += d) {
+        float sum = 0, squares = 0;
+        #pragma omp simd reduction(+ : sum)
+        for (long i = 0; i < d; i++) sum += x[i];
+        float mean = sum / d;
+        #pragma omp simd reduction(+ : squares)
+        for (long i = 0; i < d; i++) squares += (x[i] - mean) * (x[i] - mean);
+        float inverse = 1.0f / sqrtf(squares / d + eps);
+        means[row] = mean, inverses[row] = inverse;
+        #pragma omp simd
+        for (long i = 0; i < d; i++) y[i] = (x[i] - mean) * inverse * weight[i] + bias[i];
+    }
+}
+
+// With c = (x - mean) / std, g = dy * weight:  dx = (g - mean(g) - c mean(g c)) / std. dweight, dbias: sums over these rows.
+EXPORT void NAME(layer_norm_backward)(long n, long d, const float *dy, const float *x, const float *weight, const float *means,
+                                      const float *inverses, float *dweight, float *dbias, int add, float *dx) {
+    for (long row = 0; row < n; row++, dy += d, x += d, dx += d) {
+        float mean = means[row], inverse = inverses[row], sum = 0, product = 0;
+        #pragma omp simd reduction(+ : sum, product)
+        for (long i = 0; i < d; i++) {
+            float c = (x[i] - mean) * inverse, g = dy[i] * weight[i];
+            sum += g;
+            product += g * c;
+        }
+        sum /= d, product /= d;
+        if (add) {
+            #pragma omp simd
+            for (long i = 0; i < d; i++)
+                dx[i] += (dy[i] * weight[i] - sum - (x[i] - mean) * inverse * product) * inverse;
+        } else {
+            #pragma omp simd
+            for (long i = 0; i < d; i++)
+                dx[i] = (dy[i] * weight[i] - sum - (x[i] - mean) * inverse * product) * inverse;
+        }
+        #pragma omp simd
+        for (long i = 0; i < d; i++) {
+            dweight[i] += dy[i] * ((x[i] - mean) * inverse);
+            dbias[i] += dy[i];
+        }
+    }
+}
+
+EXPORT void NAME(rms_norm)(long n, long d, const float *x, const float *weight, float eps, float *y, float *inverses) {
+    for (long row = 0; row < n; row++, x += d, y += d) {
+        float squares = 0;
+        #pragma omp simd reduction(+ : squares)
+        for (long i = 0; i < d; i++) squares += x[i] * x[i];
+        float inverse = inverses[row] = 1.0f / sqrtf(squares / d + eps);
+        #pragma omp simd
+        for (long i = 0; i < d; i++) y[i] = x[i] * inverse * weight[i];
+    }
+}
+
+EXPORT void NAME(rms_norm_backward)(long n, long d, const float *dy, const float *x, const float *weight, const float *inverses,
+                                    float *dweight, int add, float *dx) {
+    for (long row = 0; row < n; row++, dy += d, x += d, dx += d) {
+        float inverse = inverses[row], product = 0;
+        #pragma omp simd reduction(+ : product)
+        for (long i = 0; i < d; i++) product += dy[i] * weight[i] * x[i];
+        product *= inverse * inverse / d;
+        if (add) {
+            #pragma omp simd
+            for (long i = 0; i < d; i++) dx[i] += (dy[i] * weight[i] - x[i] * product) * inverse;
+        } else {
+            #pragma omp simd
+            for (long i = 0; i < d; i++) dx[i] = (dy[i] * weight[i] - x[i] * product) * inverse;
+        }
+        #pragma omp simd
+        for (long i = 0; i < d; i++) dweight[i] += dy[i] * x[i] * inverse;
+    }
+}
+
+// -- loss ------------------------------------------------------------------------------------
+// Rows of v logits become exp(logit - largest), sums their sums; returns the sum over rows of log(sum) - (label's - largest).
+EXPORT double NAME(exponentials)(long n, long v, float *logits, const long long *labels, float *sums) {
+    double value = 0;
+    for (long row = 0; row < n; row++, logits += v) {
+        float largest = logits[0], sum = 0, label = logits[labels[row]];
+        #pragma omp simd reduction(max : largest)
+        for (long i = 0; i < v; i++) largest = logits[i] > largest ? logits[i] : largest;
+        #pragma omp simd reduction(+ : sum)
+        for (long i = 0; i < v; i++) {
+            logits[i] = NAME(exp)(logits[i] - largest);
+            sum += logits[i];
+        }
+        sums[row] = sum;
+        value += log(sum) - (label - largest);
+    }
+    return value;
+}
+
+// -- optimizer -------------------------------------------------------------------------------
+// See NumPy's. first = (1 - beta1) * scale, second = sqrt(1 - beta2) * scale, keep = 1 - lr * decay.
+EXPORT void NAME(adamw)(long n, float *weight, const float *gradient, float *moment1, float *moment2, float beta1, float beta2,
+                        float first, float second, float eps, float rate, float keep) {
+    #pragma omp simd
+    for (long i = 0; i < n; i++) {
+        float g = gradient[i] * second;
+        float m = moment1[i] = moment1[i] * beta1 + gradient[i] * first;
+        float v = moment2[i] = moment2[i] * beta2 + g * g;
+        weight[i] = weight[i] * keep - rate * (m / (sqrtf(v) + eps));
+    }
+}
+
+// -- formats and random numbers --------------------------------------------------------------
+// To the nearest, ties to even; NaN stays.
+EXPORT void NAME(to_bf16)(long n, const float *x, unsigned short *y) {
+    #pragma omp simd
+    for (long i = 0; i < n; i++) {
+        unsigned bits = (unsigned)bits_of(x[i]);
+        unsigned rounded = (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
+        y[i] = (unsigned short)((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
+    }
+}
+
+EXPORT void NAME(from_bf16)(long n, const unsigned short *x, float *y) {
+    #pragma omp simd
+    for (long i = 0; i < n; i++) y[i] = float_of((int)((unsigned)x[i] << 16));
+}
+
+INLINE unsigned NAME(mix)(unsigned x) {
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
+// The words of elements first ... (see numpy_random); the range does not cross a multiple of 2^32.
+EXPORT void NAME(dropout)(long n, const float *x, unsigned first, unsigned a, unsigned b, unsigned threshold, float gain, float *y) {
+    #pragma omp simd
+    for (long i = 0; i < n; i++) {
+        unsigned word = NAME(mix)(NAME(mix)((first + (unsigned)i) ^ a) + b);
+        y[i] = word >= threshold ? x[i] * gain : x[i] * 0.0f;
+    }
+}
+
+// Heads of 2 * half elements at x, turned by a row's angles: [first cos - second sin, second cos + first sin].
+EXPORT void NAME(rotary)(long n, long stride, long heads, long half, float *x, const float *cosines, const float *sines, float sign) {
+    for (long row = 0; row < n; row++, x += stride, cosines += half, sines += half)
+        for (long head = 0; head < heads; head++) {
+            float *first = x + head * 2 * half, *second = first + half;
+            #pragma omp simd
+            for (long i = 0; i < half; i++) {
+                float u = first[i], w = second[i], sine = sign * sines[i];
+                first[i] = u * cosines[i] - w * sine;
+                second[i] = w * cosines[i] + u * sine;
+            }
+        }
+}
