@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mpshard.config import ConfigError, load
+from mpshard.config import ConfigError, load, validate
 from mpshard.device.base import Kind
 from mpshard.models import LlamaConfig, llama
 from mpshard.plan import fewest_ranks, plan, plan_of, plans
@@ -71,6 +71,16 @@ def test_what_fits():
     found = plans(config, [1, 2, 4], device_bytes=need[1])
     assert [row["fits"] for row in found["plans"]] == [False, True, True]
     assert fewest_ranks(config, 1000) is None
+
+
+def test_what_is_offloaded_needs_no_memory_of_the_gpu():
+    words = [*TINY, "model.n_layers=12", "run.device=cupy", "precision.param=bf16", "precision.reduce=bf16"]
+    (here,), (there,) = (plans(load(None, [*words, f"shard.offload={offload}"]), [2])["plans"] for offload in ("none", "all"))
+    assert here["bytes"]["moment"] == 2 * here["bytes"]["gradient"] > 0 == there["bytes"]["moment"]
+    assert here["bytes"]["parameter"] == 3 * there["bytes"]["parameter"]  # masters of 4 bytes, and what gathers send, of 2
+    assert there["activation_bytes_estimated"] < here["activation_bytes_estimated"]
+    with pytest.raises(ConfigError, match='shard.offload="all" has no effect'):
+        validate(load(None, [*TINY, "run.device=numpy", "shard.offload=all"]), 2)
 
 
 def test_a_number_of_ranks_that_cannot_be():
