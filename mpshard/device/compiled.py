@@ -146,7 +146,8 @@ class CompiledDevice(NumpyDevice):
 
     # -- products ----------------------------------------------------------------------------
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, accumulate: bool = False) -> np.ndarray:
-        if not self.products or blas.threads() > 1 or a.dtype != FLOAT32 or b.dtype != FLOAT32:
+        others = self.bf16_product is not None or not self.products or blas.threads() > 1
+        if others or a.dtype != FLOAT32 or b.dtype != FLOAT32:
             return super().matmul(a, b, out, accumulate)
         (m, k), n = a.shape, b.shape[1]
         if out is None:

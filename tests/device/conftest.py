@@ -5,7 +5,7 @@ from mpshard.device import blas, compiled
 from mpshard.device.numpy_device import NumpyDevice
 
 
-@pytest.fixture(params=["numpy", *compiled.ORDER, "3 threads"])
+@pytest.fixture(params=["numpy", "plain", "avx2", "avx512", "3 threads"])
 def device(request, monkeypatch):
     """The NumPy device: NumPy's kernels, and the compiled ones of every set of instructions that this processor has; the best
     also cut among threads, however little there is to do."""

@@ -120,7 +120,7 @@ BUGS: dict[str, tuple[str, Callable[[SimpleNamespace], None]]] = {  # name: tran
         ("mpi", activation_read_before_it_is_back))}}
 
 
-def main(name: str, steps: int = 3) -> None:
+def main(name: str, steps: int = 2) -> None:
     transport, plant = BUGS[name]
     with lazy_cupy.installed():
         from mpi4py import MPI

@@ -1,4 +1,4 @@
-"""The stand-in for CuPy bites: mistakes put in on purpose, one at a time, fail a training run of 3 steps on 2 ranks."""
+"""The stand-in for CuPy bites: mistakes put in on purpose, one at a time, fail a training run of 2 steps on 2 ranks."""
 
 from __future__ import annotations
 

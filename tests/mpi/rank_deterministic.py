@@ -85,6 +85,8 @@ def test_the_bits_of_one_rank(comm, alone, name, options):
 @pytest.mark.parametrize("name", MODELS)
 def test_resumed_on_half_or_twice_as_many_ranks(comm, alone, shared_tmp_path, name):
     """All ranks' checkpoint goes on on half of them, and that one's on all again, as if one rank had done everything."""
+    if name != "gpt2" and comm.size != 4:
+        pytest.skip("on 4 ranks")
     half = comm.Split(comm.rank % 2, comm.rank)  # both halves do the same
     run = Run(comm, name)
     found = run.train(0, 7)

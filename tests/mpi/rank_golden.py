@@ -52,6 +52,8 @@ WAYS = [
 @pytest.mark.parametrize(("name", "micro", "options"),
                          [("gpt2", *way) for way in WAYS] + [(name, *way) for name in golden.NAMES[1:] for way in WAYS[:3]])
 def test_equal_to_pytorch(comm, name, micro, options):
+    if comm.size == 1 and (micro, options) != WAYS[1]:
+        pytest.skip("one rank sends nothing")
     if comm.size % options.get("ranks_on_node", 1):
         pytest.skip("the ranks do not fill such nodes")
     micro = micro if 12 % (micro * comm.size) == 0 else 12 // comm.size  # 12 sequences a step: one micro-batch a rank

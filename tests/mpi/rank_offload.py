@@ -32,7 +32,7 @@ def device(monkeypatch):
         yield open_device("cupy", poison=True)
 
 
-def run(comm, device, optimizer, micro=1, steps=3, layers=LAYERS, **options):
+def run(comm, device, optimizer, micro=1, steps=2, layers=LAYERS, **options):
     """Some steps; losses, weights and moments."""
     model = llama(LlamaConfig(vocab_size=VOCAB, max_seq_len=T, n_layers=layers, d_model=32, n_heads=2, n_kv_heads=1, d_ff=48, arch="qwen3"))
     sharded = shard(model, comm, device=device, seed=1, cuda_aware="yes", **options)
