@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from hypothesis import settings
 
 # Hypothesis's deadline is an assertion on the clock: it fails on a busy machine.
 settings.register_profile("mpshard", deadline=None)
 settings.load_profile("mpshard")
+
+# A shell's background job is started with interrupts ignored, and so would be all that it starts: the tests send some.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _ON_REQUEST = ("slow", "exhaustive", "cluster")
 
