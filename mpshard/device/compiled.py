@@ -23,7 +23,7 @@ import numpy as np
 
 from mpshard.device import blas
 from mpshard.device.numpy_device import NumpyDevice
-from mpshard.device.numpy_memory import flat, rows_of
+from mpshard.device.numpy_memory import flat
 from mpshard.device.numpy_norm import Columns
 from mpshard.device.numpy_random import spread_key
 from mpshard.device.numpy_update import BF16
@@ -194,7 +194,8 @@ class CompiledDevice(NumpyDevice):
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
         if x.dtype != FLOAT32:
             return super().layer_norm(x, weight, bias, eps)
-        (n, d), x2 = rows_of(x).shape, flat(x).reshape(-1, x.shape[-1])
+        x2 = _rows(x)
+        n, d = x2.shape
         y, stats = self.empty((n, d), x.dtype), self.empty((2, n), x.dtype)
         self.spread(n, d, lambda lo, hi: self.run("layer_norm", hi - lo, d, x2[lo:hi], weight, bias, eps, y[lo:hi],
                                                   stats[0, lo:hi], stats[1, lo:hi]))
@@ -207,7 +208,7 @@ class CompiledDevice(NumpyDevice):
         if x.dtype != FLOAT32:
             return super().layer_norm_backward(dy, x, weight, stats, dweight, dbias, accumulate, dx)
         out = self.empty(x.shape, x.dtype) if dx is None else dx
-        dy2, x2, out2 = (flat(a).reshape(-1, x.shape[-1]) for a in (dy, x, out))
+        dy2, x2, out2 = map(_rows, (dy, x, out))
         n, d = x2.shape
 
         def part(lo: int, hi: int) -> Columns:
@@ -222,7 +223,8 @@ class CompiledDevice(NumpyDevice):
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
         if x.dtype != FLOAT32:
             return super().rms_norm(x, weight, eps)
-        (n, d), x2 = rows_of(x).shape, flat(x).reshape(-1, x.shape[-1])
+        x2 = _rows(x)
+        n, d = x2.shape
         y, stats = self.empty((n, d), x.dtype), self.empty(n, x.dtype)
         self.spread(n, d, lambda lo, hi: self.run("rms_norm", hi - lo, d, x2[lo:hi], weight, eps, y[lo:hi], stats[lo:hi]))
         return y.reshape(x.shape), stats
@@ -234,7 +236,7 @@ class CompiledDevice(NumpyDevice):
         if x.dtype != FLOAT32:
             return super().rms_norm_backward(dy, x, weight, stats, dweight, accumulate, dx)
         out = self.empty(x.shape, x.dtype) if dx is None else dx
-        dy2, x2, out2 = (flat(a).reshape(-1, x.shape[-1]) for a in (dy, x, out))
+        dy2, x2, out2 = map(_rows, (dy, x, out))
         n, d = x2.shape
 
         def part(lo: int, hi: int) -> Columns:
@@ -323,6 +325,11 @@ class CompiledDevice(NumpyDevice):
         if name is None or not (x.flags.c_contiguous and out.flags.c_contiguous):
             return super().cast(x, out)
         self.by_element(name, x, out)
+
+
+def _rows(x: np.ndarray) -> np.ndarray:
+    """(..., d) as (n, d). Unlike NumPy's kernels these need it contiguous: ValueError where it is not."""
+    return flat(x).reshape(-1, x.shape[-1])
 
 
 def _sum_of(parts: list[Columns], d: int) -> Columns:

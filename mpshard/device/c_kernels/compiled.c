@@ -17,13 +17,7 @@ INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 #define LANES 4
 #define ROWS 4
 #define COLUMNS 2
-#include "elementwise.h"
-#include "attention.h"
-#include "product.h"
-#undef NAME
-#undef LANES
-#undef ROWS
-#undef COLUMNS
+#include "all.h"
 
 #ifdef X86
 #pragma GCC push_options
@@ -32,13 +26,7 @@ INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 #define LANES 8
 #define ROWS 4
 #define COLUMNS 2
-#include "elementwise.h"
-#include "attention.h"
-#include "product.h"
-#undef NAME
-#undef LANES
-#undef ROWS
-#undef COLUMNS
+#include "all.h"
 #pragma GCC pop_options
 
 #pragma GCC push_options
@@ -47,15 +35,15 @@ INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 #define LANES 16
 #define ROWS 8
 #define COLUMNS 2
-#include "elementwise.h"
-#include "attention.h"
-#include "product.h"
-#undef NAME
+#include "all.h"
 #pragma GCC pop_options
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,bmi2,prefer-vector-width=512")
 #define NAME(name) name##_bf16
+#define LANES 16
+#define ROWS 8
+#define COLUMNS 2
 #define BF16
 #include "product.h"
 #pragma GCC pop_options
