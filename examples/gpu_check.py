@@ -71,6 +71,17 @@ def kernels(sizes: Sizes, out: Path) -> dict[str, Any]:
     return counts
 
 
+def rate(device: Any, repeats: int, action: Callable[[], Any]) -> float:
+    """How often a second `action` can be done, after a first time."""
+    action()
+    device.synchronise()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        action()
+    device.synchronise()
+    return repeats / (time.perf_counter() - start)
+
+
 def rates(sizes: Sizes, out: Path) -> dict[str, Any]:
     """TFLOP/s of products and attention, GB/s of what is bound by memory; bf16 unless it says otherwise."""
     from mpshard.shard.precision import DTYPES
@@ -82,13 +93,7 @@ def rates(sizes: Sizes, out: Path) -> dict[str, Any]:
         return device.from_host(random.standard_normal(shape, np.float32).astype(dtype))
 
     def measure(name: str, unit: str, amount: float, action: Callable[[], Any], scale: float) -> None:
-        action()
-        device.synchronise()
-        start = time.perf_counter()
-        for _ in range(sizes.repeats):
-            action()
-        device.synchronise()
-        found[f"{name}_{unit}"] = round(amount * sizes.repeats / (time.perf_counter() - start) / scale, 1)
+        found[f"{name}_{unit}"] = round(rate(device, sizes.repeats, action) * amount / scale, 1)
 
     n, c = sizes.product, sizes.large_model
     a, b, product = make(n, n), make(n, n), device.empty((n, n), bf16)
@@ -120,6 +125,28 @@ def rates(sizes: Sizes, out: Path) -> dict[str, Any]:
     measure("cross_entropy", "tflops", 6 * s * t * d * c.vocab_size,
             lambda: device.cross_entropy(x, table, targets, -100, 1.0, dtable, False, True), 1e12)
     return found
+
+
+def libraries(sizes: Sizes, out: Path) -> dict[str, Any]:
+    """NVIDIA's libraries where they are installed: whether they compute what the own kernels do, and how many times as fast."""
+    from mpshard.device import gpu_libraries
+    from mpshard.shard.precision import DTYPES
+
+    device, random, c = open_device("cupy"), np.random.default_rng(0), sizes.large_model
+    s, t, d, h, k, e = sizes.large_batch, c.max_seq_len, c.d_model, c.n_heads, c.kv_heads, c.head_width
+    qkv, dy, x, w, bias = (device.from_host(random.standard_normal(shape, np.float32).astype(DTYPES["bf16"]))
+                           for shape in ((s, t, (h + 2 * k) * e), (s, t, h * e), (s * t, d), (d, d), (d,)))
+
+    def measure() -> tuple[float, ...]:
+        y, lse = device.attention(qkv, h, k, e**-0.5)
+        return tuple(rate(device, sizes.repeats, action) for action in (
+            lambda: device.attention(qkv, h, k, e**-0.5), lambda: device.attention_backward(dy, qkv, y, lse, h, k, e**-0.5),
+            lambda: device.matmul(x, w, bias=bias)))
+
+    own, left_out = measure(), gpu_libraries(device, list)
+    names = ("attention", "attention_backward", "product_with_bias")
+    return {"device": device.about, "left_out": "; ".join(left_out) or "nothing",
+            **{f"{name}_times_as_fast": round(b / a, 2) for name, a, b in zip(names, own, measure(), strict=True)}}
 
 
 def losses(config: mps.LlamaConfig, steps: int, device: str, precision: Any = None, transport: str = "auto") -> list[float]:
@@ -211,7 +238,8 @@ def llama(sizes: Sizes, out: Path) -> dict[str, Any]:
     flops = step_flops(model, tokens_a_step, config.max_seq_len)
     memory = {kind.value: sharded.device.memory.peak(kind) for kind in Kind}
     sharded.close()
-    return {"parameters": model.size, "step_s": round(step_s, 4), "tokens_per_s": round(tokens_a_step / step_s),
+    return {"device": sharded.device.about, "parameters": model.size, "step_s": round(step_s, 4),
+            "tokens_per_s": round(tokens_a_step / step_s),
             "tflops": round(flops / step_s / 1e12, 1), "peak_bytes": sharded.device.memory.peak(), "peak_by_kind": memory,
             "losses": [round(loss, 4) for loss in found]}
 
@@ -230,7 +258,7 @@ def pytorch(sizes: Sizes, out: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-PARTS = {part.__name__: part for part in (machine, kernels, rates, numpy_and_cupy, precisions, two_ranks, llama, pytorch)}
+PARTS = {part.__name__: part for part in (machine, kernels, rates, libraries, numpy_and_cupy, precisions, two_ranks, llama, pytorch)}
 LIMIT = 240  # seconds a part
 
 

@@ -248,8 +248,9 @@ class RunConfig:
     resume: str = key("", "auto = go on from the last checkpoint of run.dir, if it has one; DIR = from that checkpoint; "
                           "never = start over; empty = refuse if run.dir holds a run")
     device: Literal["auto", "numpy", "cupy"] = key("auto", "array library")
-    kernels: Literal["auto", "numpy", "compiled"] = key(
-        "auto", "of a CPU: NumPy's; compiled ones; auto = compiled, where they were built", needs="run.device=auto|numpy"
+    kernels: Literal["auto", "numpy", "compiled", "cuda"] = key(
+        "auto", "of a CPU: NumPy's; compiled ones; auto = compiled, where they were built. Of a GPU: cuda = the project's; "
+        "auto = also NVIDIA's libraries, where they are installed"
     )
     cuda_aware: Literal["auto", "yes", "no"] = key(
         "auto", "whether MPI takes GPU memory; auto = two processes try it at start", needs="run.device=auto|cupy"

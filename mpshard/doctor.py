@@ -25,7 +25,7 @@ from mpshard.comm import cuda_probe, facts, shared
 from mpshard.comm.collectives import best_progress
 from mpshard.comm.facts import MpiFacts, RankFacts
 from mpshard.comm.mesh import Mesh
-from mpshard.device import compiled, cpu_kernels, mkl, open_device, why_no_cupy
+from mpshard.device import compiled, cpu_kernels, gpu_libraries, mkl, open_device, why_no_cupy
 from mpshard.device.blas import BlasInfo, blas_info, cpu_flags, set_blas_threads
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def examine(comm: MPI.Comm, environ: Mapping[str, str]) -> dict[str, Any]:
         judge_progress(mesh.cores, comm.size, mesh.ranks_on_node, mpi.threads),
         judge_huge_pages(_read("/sys/kernel/mm/transparent_hugepage/enabled")),
         judge_gpu(no_gpu),
-        *([] if no_gpu else [judge_cuda_aware(cuda_probe.probe() if comm.rank == 0 else None)]),
+        *([] if no_gpu else [judge_cuda_aware(cuda_probe.probe() if comm.rank == 0 else None),
+                             judge_libraries(gpu_libraries(open_device("cupy"), list) if comm.rank == 0 else [])]),
         *judge_rates(comm.allgather(_matrix_rate()), ranks),
         *judge_links(ranks)]
     order = list(Verdict)
@@ -224,6 +225,13 @@ def judge_cuda_aware(found: cuda_probe.Verdict | None) -> Check:
         return Check("CUDA-aware MPI", Verdict.OK, f"{found.why if found else '?'}: shard.transport=auto is mpi on GPUs")
     return Check("CUDA-aware MPI", Verdict.SLOW, f"{found.why}: shard.transport=auto is staged on GPUs",
                  "an MPI built with CUDA saves the copies through the host")
+
+
+def judge_libraries(missing: Sequence[str]) -> Check:
+    """missing: why a GPU cannot use some of NVIDIA's libraries, on the first rank, whose checks count."""
+    if not missing:
+        return Check("GPU libraries", Verdict.OK, "cuDNN's attention, cuBLASLt's products with a bias")
+    return Check("GPU libraries", Verdict.OK, f"the project's own kernels do without: {'; '.join(missing)}")
 
 
 def judge_rates(rates: Sequence[float], ranks: Sequence[RankFacts]) -> list[Check]:

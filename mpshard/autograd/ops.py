@@ -46,9 +46,7 @@ def linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = No
     transposed: the weight is stored (i, o), as GPT-2's Conv1D does. BLAS reads either way round.
     """
     w = whole(tape, weight)
-    y = tape.device.matmul(rows(x.data), w if transposed else w.T)
-    if bias is not None:
-        tape.device.add_bias(y, whole(tape, bias))
+    y = tape.device.matmul(rows(x.data), w if transposed else w.T, bias=None if bias is None else whole(tape, bias))
     out = tape.record(y.reshape(*x.data.shape[:-1], y.shape[-1]), linear_backward, x, weight, bias, transposed)
     adapters = _adapters(weight)
     return low_rank(tape, x, out, adapters) if adapters else out

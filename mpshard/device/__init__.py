@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 from mpshard.config import ConfigError
@@ -9,7 +10,7 @@ from mpshard.device.base import Array, Device, Kind, Memory
 from mpshard.device.compiled import CompiledDevice, all_instructions
 from mpshard.device.numpy_device import NumpyDevice
 
-__all__ = ["Array", "Device", "Kind", "Memory", "cpu_kernels", "open_device", "why_no_cupy"]
+__all__ = ["Array", "Device", "Kind", "Memory", "cpu_kernels", "gpu_libraries", "open_device", "why_no_cupy"]
 
 
 def open_device(name: str = "auto", poison: bool = False, node_rank: int = 0, node_ranks: int = 1, tf32: bool = False,
@@ -18,7 +19,7 @@ def open_device(name: str = "auto", poison: bool = False, node_rank: int = 0, no
 
     node_rank, node_ranks: this rank's number among those of its node, and how many they are: each takes one of the node's
     GPUs, in turn. tf32: let tensor cores round the inputs of float32 products on a GPU. kernels: of a CPU, one of
-    `cpu_kernels`; default the last.
+    `cpu_kernels`; default the last. A GPU's are the project's own until `gpu_libraries` are given to it.
 
     Raises ConfigError for another name and where CuPy is asked for and cannot be had.
     """
@@ -33,6 +34,19 @@ def open_device(name: str = "auto", poison: bool = False, node_rank: int = 0, no
     from mpshard.device.cupy_device import CupyDevice
 
     return CupyDevice(poison, node_rank, node_ranks, tf32)
+
+
+def gpu_libraries(device: Device, common: Callable[[list[bool]], list[bool]]) -> list[str]:
+    """Let a GPU use those of NVIDIA's libraries that are installed and right here. Returns why others are not used, a line each.
+
+    common: from which are here on this rank to which are on all.
+    """
+    from mpshard.device.cupy_libraries import find, use
+
+    found = find(device)
+    agreed = common([each.library is not None for each in found])
+    use(device, [each for each, everywhere in zip(found, agreed, strict=True) if everywhere])
+    return [each.reason for each in found if each.reason]
 
 
 def cpu_kernels() -> tuple[str, ...]:

@@ -82,8 +82,8 @@ class Device(Protocol):
         """Return when everything issued so far has been done."""
 
     # -- dense -------------------------------------------------------------------------------
-    def matmul(self, a: Array, b: Array, out: Array | None = None, accumulate: bool = False) -> Array:
-        """(m, k) @ (k, n) -> (m, n). `a` and `b` may be transposed views: no copy is made of either."""
+    def matmul(self, a: Array, b: Array, out: Array | None = None, accumulate: bool = False, bias: Array | None = None) -> Array:
+        """(m, k) @ (k, n) -> (m, n), with bias (n,) on every row. `a` and `b` may be transposed views: no copy is made of either."""
 
     def add_bias(self, y: Array, bias: Array) -> None:
         """y (n, d) += bias (d,), in place."""

@@ -28,7 +28,7 @@ from mpshard.device.numpy_norm import Columns
 from mpshard.device.numpy_random import spread_key
 from mpshard.device.numpy_update import BF16
 
-VERSION = 1  # compiled.c's
+VERSION = 2  # compiled.c's
 ORDER = ("plain", "avx2", "avx512", "zen4")
 FLOAT32 = np.dtype(np.float32)
 GRAIN = 1 << 16  # elements of the least work for a thread: some 20 us, where handing it over costs 10 to 20
@@ -81,7 +81,7 @@ SIGNATURES = {
     "layer_norm": "llpppfppp", "layer_norm_backward": "llppppppp" "ip", "rms_norm": "llppfpp", "rms_norm_backward": "llppppp" "ip",
     "exponentials": "llppp", "adamw": "lpppp" "fffffff", "to_bf16": "lpp", "from_bf16": "lpp", "dropout": "lpuuuufp",
     "rotary": "llllpppf", "attention_scratch": "ll", "attention_backward_scratch": "ll", "attention": "llllllf" "ppppp",
-    "attention_backward": "llllllf" "ppppppp", "product_scratch": "l", "product": "lll" "pll" "pll" "plip",
+    "attention_backward": "llllllf" "ppppppp", "product_scratch": "l", "product": "lll" "pll" "pll" "pplip",
 }
 _TYPES = {"l": ctypes.c_long, "f": ctypes.c_float, "i": ctypes.c_int, "u": ctypes.c_uint, "p": ctypes.c_void_p}
 _RESULTS = {"exponentials": ctypes.c_double,
@@ -145,18 +145,20 @@ class CompiledDevice(NumpyDevice):
         self.spread(n, width, lambda lo, hi: self.run(name, hi - lo, width, *(array[lo:hi] for array in rows)))
 
     # -- products ----------------------------------------------------------------------------
-    def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, accumulate: bool = False) -> np.ndarray:
+    def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, accumulate: bool = False,
+               bias: np.ndarray | None = None) -> np.ndarray:
         others = self.bf16_product is not None or not self.products or blas.threads() > 1
         if others or a.dtype != FLOAT32 or b.dtype != FLOAT32:
-            return super().matmul(a, b, out, accumulate)
+            return super().matmul(a, b, out, accumulate, bias)
         (m, k), n = a.shape, b.shape[1]
         if out is None:
             out, accumulate = self.empty((m, n), a.dtype), False
         steps = [tuple(step // 4 for step in x.strides) for x in (a, b, out)]
-        if 1 not in steps[0] or 1 not in steps[1] or steps[2][1] != 1 or out.dtype != FLOAT32:
-            return super().matmul(a, b, out, accumulate)
+        odd = k == 0 or accumulate or not bias.flags.c_contiguous or bias.dtype != FLOAT32 if bias is not None else False
+        if odd or 1 not in steps[0] or 1 not in steps[1] or steps[2][1] != 1 or out.dtype != FLOAT32:
+            return super().matmul(a, b, out, accumulate, bias)
         scratch = self.empty(self.run("product_scratch", n, chosen=self.products), FLOAT32)
-        self.run("product", m, n, k, a, *steps[0], b, *steps[1], out, steps[2][0], accumulate, scratch, chosen=self.products)
+        self.run("product", m, n, k, a, *steps[0], b, *steps[1], bias, out, steps[2][0], accumulate, scratch, chosen=self.products)
         return out
 
     # -- activations -------------------------------------------------------------------------

@@ -13,7 +13,12 @@ WIDEST_HEAD = 256  # elements; the kernels keep a strip of a head in registers
 
 
 class AttentionKernels(CupyMemory):
-    """The attention part of `mpshard.device.base.Device`."""
+    """The attention part of `mpshard.device.base.Device`.
+
+    attention_library: cuDNN's, see `cupy_cudnn`, for what it has a plan for; None: all is done by the own kernels.
+    """
+
+    attention_library: Any = None
 
     def rotary(
         self, qkv: Array, heads: int, kv_heads: int, cos: Array, sin: Array, inverse: bool = False
@@ -30,6 +35,9 @@ class AttentionKernels(CupyMemory):
         shape = _Shape(qkv, heads, kv_heads)
         y = self.empty((shape.b, shape.t, heads * shape.e), qkv.dtype)
         lse = self.empty((shape.b, heads, shape.t), shape.wide)
+        library = self.attention_library if segments is None and y.size else None
+        if library is not None and library.forward(qkv, heads, kv_heads, scale, y, lse):
+            return y, lse
         if y.size:
             args = (qkv, 0 if segments is None else segments, y, lse, *shape.args, float(scale))
             self.launch("attention", (shape.tiles, heads, shape.b), shape.threads, args, qkv.dtype,
@@ -41,9 +49,13 @@ class AttentionKernels(CupyMemory):
         segments: Array | None = None,
     ) -> Array:
         shape = _Shape(qkv, heads, kv_heads)
-        dqkv, dots = self.empty(qkv.shape, qkv.dtype), self.empty(lse.shape, shape.wide)
+        dqkv = self.empty(qkv.shape, qkv.dtype)
         if not y.size:
             return dqkv
+        library = self.attention_library if segments is None else None
+        if library is not None and library.backward(dy, qkv, y, lse, heads, kv_heads, scale, dqkv):
+            return dqkv
+        dots = self.empty(lse.shape, shape.wide)
         items = shape.b * shape.t * heads  # a warp each
         self.launch("attention_dots", (-(-items // 4),), 128, (dy, y, dots, shape.t, heads, shape.e, items), qkv.dtype,
                     **shape.constants)

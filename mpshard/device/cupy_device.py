@@ -38,7 +38,14 @@ class CupyDevice(AttentionKernels, CupyMemory):
     ----------
     poison, node_rank, node_ranks: see `CupyMemory`.
     tf32: products of float32 arrays by tensor cores, inputs rounded to 10 bits after the point. Off: full float32.
+
+    Attributes
+    ----------
+    product_library: cuBLASLt's products with a bias, see `cupy_cublaslt`; None: a kernel adds it. Both libraries are set by
+        `cupy_libraries.use`.
     """
+
+    product_library: Any = None
 
     def __init__(self, poison: bool = False, node_rank: int = 0, node_ranks: int = 1, tf32: bool = False) -> None:
         super().__init__(poison, node_rank, node_ranks)
@@ -49,7 +56,16 @@ class CupyDevice(AttentionKernels, CupyMemory):
         self._factors = {dtype: np.array([0, 1], dtype) for dtype in (np.float32, np.float64)}
 
     # -- dense -------------------------------------------------------------------------------
-    def matmul(self, a: Array, b: Array, out: Array | None = None, accumulate: bool = False) -> Array:
+    def matmul(self, a: Array, b: Array, out: Array | None = None, accumulate: bool = False, bias: Array | None = None) -> Array:
+        if bias is None:
+            return self._product(a, b, out, accumulate)
+        out = self.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
+        library = None if accumulate else self.product_library
+        if library is None or not library.run(a, b, bias, out, _orientation(a), _orientation(b), self.tf32):
+            self.add_bias(self._product(a, b, out, accumulate), bias)
+        return out
+
+    def _product(self, a: Array, b: Array, out: Array | None, accumulate: bool) -> Array:
         (m, k), n = a.shape, b.shape[1]
         if out is None:
             out = self.empty((m, n), a.dtype)

@@ -21,8 +21,15 @@ class DenseKernels(NumpyMemory):
     bf16_product: Callable[..., None] | None = None
 
     def matmul(
-        self, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, accumulate: bool = False
-    ) -> np.ndarray:
+        self, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, accumulate: bool = False,
+        bias: np.ndarray | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        out = self._product(a, b, out, accumulate)
+        if bias is not None:
+            self.add_bias(out, bias)
+        return out
+
+    def _product(self, a: np.ndarray, b: np.ndarray, out: np.ndarray | None, accumulate: bool) -> np.ndarray:
         m, n = a.shape[0], b.shape[1]
         if out is None:
             out = self.empty((m, n), a.dtype)

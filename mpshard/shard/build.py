@@ -15,7 +15,7 @@ from mpshard.comm.mesh import Mesh
 from mpshard.comm.staged import device_transport
 from mpshard.comm.transport import MessageTransport, ReplicaTransport, Transport
 from mpshard.config import ConfigError
-from mpshard.device import compiled, cpu_kernels, mkl, open_device
+from mpshard.device import compiled, cpu_kernels, gpu_libraries, mkl, open_device
 from mpshard.device.base import Accelerator, Device
 from mpshard.device.blas import cpu_flags
 from mpshard.device.numpy_device import NumpyDevice
@@ -72,8 +72,9 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     ignore_index: the target that means "nothing to learn here".
     ranks_on_node: 0, what MPI says; a divisor of it cuts a node into several, for tests.
     cuda_aware: whether MPI takes GPU memory: "yes", "no", or "auto", which tries.
-    kernels: of a CPU: "numpy"; "compiled", the best that all ranks have; "auto", compiled where there are any. Their last
-        bits differ.
+    kernels: of a CPU: "numpy"; "compiled", the best that all ranks have; "auto", compiled where there are any. Of a GPU:
+        "cuda", the project's own; "auto", also cuDNN's attention and cuBLASLt's products with a bias, where they are installed
+        and right on all ranks. Last bits differ.
 
     Raises
     ------
@@ -89,12 +90,16 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
         device, False, mesh.node_rank, mesh.ranks_on_node, options.precision.tf32,
         _kernels(kernels, comm))) if isinstance(device, str) else device
     if opened.on_host:
+        if isinstance(device, str) and kernels == "cuda":
+            raise ConfigError("run.kernels=cuda is of a GPU; with run.device=numpy use auto, numpy or compiled")
         if isinstance(device, str) and options.precision.param == "bf16":
             _multiply_bf16(cast(NumpyDevice, opened), mesh)
         mover = progress_for(progress, mesh.cores, mesh.world, ranks_on_node or mesh.ranks_on_node)
         carrier = _transport(options, model, mesh, ranks_on_node or mesh.ranks_on_node, opened, mover)
     else:
         _check_for_device(options)
+        if isinstance(device, str):
+            _libraries(opened, kernels, comm)
         mover = progress_for("poll", mesh.cores, mesh.world, mesh.ranks_on_node)  # the host is free while kernels run
         # It takes only the stores and slots that it makes.
         carrier = cast(Transport, device_transport(mesh.group, cast(Accelerator, opened), mover, transport, cuda_aware))
@@ -103,8 +108,8 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
 
 def _kernels(choice: str, comm: MPI.Comm) -> str:
     """Whose kernels all ranks take on a CPU: if they differed, so would what replicas compute."""
-    if choice not in ("auto", "numpy", "compiled"):
-        raise ConfigError(f'run.kernels="{choice}" is not known; use auto, numpy, compiled')
+    if choice not in ("auto", "numpy", "compiled", "cuda"):
+        raise ConfigError(f'run.kernels="{choice}" is not known; use auto, numpy, compiled, cuda')
     known = ("numpy", *compiled.ORDER)
     common = -int(collectives.all_max(comm, np.array([-known.index(cpu_kernels()[-1])], np.int64))[0])
     if choice == "compiled" and not common:
@@ -112,6 +117,15 @@ def _kernels(choice: str, comm: MPI.Comm) -> str:
         raise ConfigError("run.kernels=compiled cannot be had"
                           + (f": {reason}" if isinstance(reason, str) else ": some ranks have none; use auto"))
     return "numpy" if choice == "numpy" else known[common]
+
+
+def _libraries(device: Device, choice: str, comm: MPI.Comm) -> None:
+    """Let a GPU use NVIDIA's libraries where all ranks can: if only some did, results would depend on who computes them."""
+    if choice in ("numpy", "compiled"):
+        raise ConfigError(f"run.kernels={choice} is of a CPU; with run.device=cupy use auto or cuda")
+    if choice == "auto":
+        gpu_libraries(device, lambda here: [not missing for missing in collectives.all_max(
+            comm, np.array([not each for each in here], np.int64))])
 
 
 def _multiply_bf16(device: NumpyDevice, mesh: Mesh) -> None:

@@ -46,6 +46,7 @@ def overlap(a: list[Range], b: list[Range]) -> bool:
 
 class Stream:
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: Any = None) -> None:
+        self.ptr = id(self)
         self._queue: deque[_Work] = deque()
         self._done = 0  # number of the last work that ran
         CLOCK.streams.append(self)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.device import cuda_on_cpu, lazy_cupy
+from tests.device import cuda_on_cpu, lazy_cupy, lazy_nvidia
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "gpu_check.py"
 pytestmark = [pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing())), pytest.mark.mpi]
@@ -29,6 +29,9 @@ def test_its_parts(check, tmp_path, capsys):
                for part in (check.rates, check.numpy_and_cupy, check.precisions, check.llama)}
     assert results["numpy_and_cupy"]["difference"] < 1e-4
     assert results["llama"]["tokens_per_s"] > 0 and json.loads((tmp_path / "trace.json").read_text())
+    with lazy_nvidia.installed():
+        found = check.libraries(check.SMALL, tmp_path)
+    assert found["left_out"] == "nothing" and "attention by cuDNN" in found["device"] and found["attention_times_as_fast"] > 0
     results["rates"] |= {"matmul_bf16_tflops": 790.0}
     results["pytorch"] = {"tokens_per_s": 1.0, "peak_bytes": 1}
     results["kernels"] = {"failed": "on purpose"}

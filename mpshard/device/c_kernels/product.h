@@ -1,4 +1,4 @@
-// Matrix products: c (m, n) = or += a (m, k) @ b (k, n), for one core. Included by compiled.c like the others.
+// Matrix products: c (m, n) = or += a (m, k) @ b (k, n), or that and a bias (n), for one core. Included by compiled.c like the others.
 //
 // Goto, van de Geijn 2008, "Anatomy of high-performance matrix multiplication": what the innermost loop reads is copied first,
 // to the order in which it is read, in panels of ROWS rows of a and of WIDTH columns of b; DEPTH is cut so that a panel of b
@@ -117,13 +117,16 @@ INLINE vec NAME(step)(vec sum, const float *a, vec b) {
 #endif
 }
 
-INLINE void NAME(product_tile)(long words, const float *a, const float *b, float *c, long c_row, int add) {
+// bias: what each column starts from, or null for zero.
+INLINE void NAME(product_tile)(long words, const float *a, const float *b, const float *bias, float *c, long c_row, int add) {
     vec sum[ROWS][COLUMNS];
-    for (int i = 0; i < ROWS; i++)
-        for (int j = 0; j < COLUMNS; j++) {
-            sum[i][j] = (vec){0};
+    for (int j = 0; j < COLUMNS; j++) {
+        vec start = bias ? *(const vec *)(bias + j * LANES) : (vec){0};
+        for (int i = 0; i < ROWS; i++) {
+            sum[i][j] = start;
             __builtin_prefetch(c + i * c_row + j * LANES, 1);
         }
+    }
     for (long w = 0; w < words; w++, a += ROWS, b += WIDTH) {
         vec right[COLUMNS];
         for (int j = 0; j < COLUMNS; j++) right[j] = *(const vec *)(b + j * LANES);
@@ -140,9 +143,9 @@ INLINE void NAME(product_tile)(long words, const float *a, const float *b, float
 
 // Of at most WIDE columns.
 static void NAME(product_of)(long m, long n, long k, const float *a, long a_row, long a_k, const float *b, long b_k, long b_n,
-                             float *c, long c_row, int add, float *scratch) {
+                             const float *bias, float *c, long c_row, int add, float *scratch) {
     float *left = scratch, *right = scratch + DEPTH / STEP * (TALL + LANES);
-    for (long p = 0; p < k; p += DEPTH, add = 1) {
+    for (long p = 0; p < k; p += DEPTH, add = 1, bias = 0) {
         long depth = k - p < DEPTH ? k - p : DEPTH, words = (depth + STEP - 1) / STEP;
         NAME(panels)(n, WIDTH, depth, b + p * b_k, b_n, b_k, right);
         for (long i = 0; i < m; i += TALL) {
@@ -152,14 +155,14 @@ static void NAME(product_of)(long m, long n, long k, const float *a, long a_row,
                 for (long r = 0; r < tall; r += ROWS) {
                     float *to = c + (i + r) * c_row + j;
                     if (r + ROWS <= tall && j + WIDTH <= n) {
-                        NAME(product_tile)(words, left + r * words, right + j * words, to, c_row, add);
+                        NAME(product_tile)(words, left + r * words, right + j * words, bias ? bias + j : 0, to, c_row, add);
                         continue;
                     }
                     float edge[ROWS * WIDTH];
-                    NAME(product_tile)(words, left + r * words, right + j * words, edge, WIDTH, 0);
+                    NAME(product_tile)(words, left + r * words, right + j * words, 0, edge, WIDTH, 0);
                     for (long x = 0; x < ROWS && r + x < tall; x++)
                         for (long y = 0; y < WIDTH && j + y < n; y++)
-                            to[x * c_row + y] = edge[x * WIDTH + y] + (add ? to[x * c_row + y] : 0);
+                            to[x * c_row + y] = edge[x * WIDTH + y] + (add ? to[x * c_row + y] : bias ? bias[j + y] : 0);
                 }
         }
     }
@@ -171,10 +174,12 @@ EXPORT long NAME(product_scratch)(long n) {
 }
 
 // Element (i, p) of a is a[i * a_row + p * a_k], likewise b; of either pair of steps one is 1. Rows of c are c_row apart.
+// bias (n), or null: added to every row; not with add.
 EXPORT void NAME(product)(long m, long n, long k, const float *a, long a_row, long a_k, const float *b, long b_k, long b_n,
-                          float *c, long c_row, int add, float *scratch) {
+                          const float *bias, float *c, long c_row, int add, float *scratch) {
     for (long j = 0; j < n; j += WIDE)
-        NAME(product_of)(m, n - j < WIDE ? n - j : WIDE, k, a, a_row, a_k, b + j * b_n, b_k, b_n, c + j, c_row, add, scratch);
+        NAME(product_of)(m, n - j < WIDE ? n - j : WIDE, k, a, a_row, a_k, b + j * b_n, b_k, b_n, bias ? bias + j : 0, c + j, c_row,
+                         add, scratch);
     for (long i = 0; k == 0 && !add && i < m; i++) memset(c + i * c_row, 0, n * sizeof(float));
 }
 #undef vec

@@ -1,0 +1,97 @@
+"""NVIDIA's libraries beside the project's own kernels: which are here, and whether they compute the same.
+
+Each is tried once when a device is opened, on a small case that the own kernels do too. One that is not installed, cannot be used,
+or disagrees is left alone, with one line that says why: no training ends because an optional library is not what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from mpshard.device.base import Array, Device
+
+TOLERANCE = 0.02  # of the largest value: ten units of rounding of float16, far below any mistake
+
+
+@dataclass(frozen=True)
+class Found:
+    """A library that is right here, or why it is left alone, in one line. name: what it would do."""
+
+    name: str
+    library: Any
+    reason: str = ""
+
+
+def find(device: Any) -> list[Found]:
+    """cuDNN's attention and cuBLASLt's products with a bias, each tried on `device`, which does not use them yet."""
+    def attention() -> Any:
+        from mpshard.device.cupy_cudnn import Attention
+
+        return Attention(device)
+
+    def products() -> Any:
+        from mpshard.device.cupy_cublaslt import Products
+
+        return Products(device)
+
+    return [_tried("attention", "cudnn", "nvidia-cudnn-frontend", attention, lambda found: _attention_differs(device, found)),
+            _tried("bias", "nvmath", "nvmath-python", products, lambda found: _product_differs(device, found))]
+
+
+def use(device: Any, libraries: Sequence[Found]) -> None:
+    """Let `device` use these of what `find` found."""
+    taken = {found.name: found.library for found in libraries if found.library is not None}
+    device.attention_library, device.product_library = taken.get("attention"), taken.get("bias")
+    device.about += "".join(f", {name} by {library.about}" for name, library in taken.items())
+
+
+def _tried(name: str, module: str, package: str, open_it: Callable[[], Any], differs: Callable[[Any], str]) -> Found:
+    if find_spec(module) is None:
+        return Found(name, None, f"{package} is not installed")
+    try:
+        found = open_it()
+        problem = differs(found)
+    except Exception as error:  # of a library that raises what it likes, or was built for another CUDA
+        return Found(name, None, f"{package} cannot be used: {type(error).__name__} {' '.join(str(error).split())[:200]}")
+    return Found(name, None, problem) if problem else Found(name, found)
+
+
+def _attention_differs(device: Device, library: Any) -> str:
+    """Why the library's attention is not to be trusted; empty if it agrees with the own kernels, forward and backward."""
+    b, t, h, k, e, scale = 2, 70, 4, 2, 64, 0.125  # the last tile is not full, and key/value heads are shared
+    qkv, dy = _random(device, b, t, (h + 2 * k) * e), _random(device, b, t, h * e)
+    y, lse = device.attention(qkv, h, k, scale)
+    dqkv = device.attention_backward(dy, qkv, y, lse, h, k, scale)
+    theirs = [device.empty(array.shape, array.dtype) for array in (y, lse, dqkv)]
+    if not (library.forward(qkv, h, k, scale, theirs[0], theirs[1])
+            and library.backward(dy, qkv, theirs[0], theirs[1], h, k, scale, theirs[2])):
+        return f"{library.about} has no attention for {t} positions, heads of {e}, {qkv.dtype}"
+    return _compare(device, library.about, (y, lse, dqkv), theirs)
+
+
+def _product_differs(device: Any, library: Any) -> str:
+    a, b, bias = _random(device, 48, 64), _random(device, 80, 64), _random(device, 80)
+    ours = device.matmul(a, b.T, bias=bias)
+    theirs = device.empty(ours.shape, ours.dtype)
+    if not library.run(a, b.T, bias, theirs, (0, 64), (1, 64), False):
+        return f"{library.about} has no product with a bias of {a.dtype}"
+    return _compare(device, library.about, (ours,), [theirs])
+
+
+def _compare(device: Device, about: str, ours: tuple[Array, ...], theirs: list[Array]) -> str:
+    for x, y in zip(ours, theirs, strict=True):
+        own, other = (device.to_host(array).astype(np.float64) for array in (x, y))
+        apart = np.abs(own - other).max() / np.abs(own).max()
+        if not apart <= TOLERANCE:
+            return f"{about} computes something else here: {apart:.1g} of the largest value apart"
+    return ""
+
+
+def _random(device: Device, *shape: int) -> Array:
+    """Of float16, the 16-bit type of every CuPy."""
+    return device.from_host(np.random.default_rng(0).standard_normal(shape, np.float32).astype(np.float16))

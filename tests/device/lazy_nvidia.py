@@ -1,0 +1,312 @@
+"""Stand-ins for what the device uses of cuDNN's frontend and of nvmath's cublasLt, on top of `lazy_cupy`: as late as that, on the
+stream that they are told, and as strict. Where a matrix lies they know, like the real ones, from what was described to them alone.
+
+`test_gpu_libraries.py` holds the names and arguments against the real packages'.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from importlib.machinery import ModuleSpec
+from itertools import count
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mpshard.device.numpy_device import NumpyDevice
+from tests.device.lazy_arrays import CLOCK, Range, Stream, at
+
+EXACT = NumpyDevice()
+WIDEST = 128  # elements of a head that cuDNN takes
+calls: list[str] = []  # what the libraries were asked to do
+
+
+def _stream(address: int) -> Stream:
+    return next(stream for stream in CLOCK.streams if stream.ptr == address)
+
+
+def _range(address: int, nbytes: int, written: bool) -> Range:
+    return address, address + nbytes, written
+
+
+# -- cuDNN -----------------------------------------------------------------------------------
+class cudnnGraphNotSupportedError(Exception):
+    pass
+
+
+data_type = SimpleNamespace(HALF=np.dtype(np.float16), BFLOAT16=np.dtype(ml_dtypes.bfloat16), FLOAT=np.dtype(np.float32))
+heur_mode = SimpleNamespace(A="A", FALLBACK="FALLBACK")
+
+
+class _Handle:
+    stream: Stream | None = None
+
+
+def create_handle() -> _Handle:
+    return _Handle()
+
+
+def set_stream(handle: _Handle, stream: int) -> None:
+    handle.stream = _stream(stream)
+
+
+def backend_version_string() -> str:
+    return "0.0"
+
+
+class tensor:
+    def __init__(self, name: str, dim: list[int] | None, stride: list[int] | None, kind: np.dtype | None, virtual: bool) -> None:
+        self.name, self.dim, self.stride, self.kind, self.virtual = name, dim, stride, kind, virtual
+
+    def set_output(self, value: bool) -> tensor:
+        self.virtual = not value
+        return self
+
+    def set_dim(self, dim: list[int]) -> tensor:
+        self.dim = list(dim)
+        return self
+
+    def set_stride(self, stride: list[int]) -> tensor:
+        self.stride = list(stride)
+        return self
+
+    def set_data_type(self, dtype: Any) -> tensor:
+        self.kind = dtype
+        return self
+
+    def at(self, address: int) -> np.ndarray:
+        assert self.dim is not None and self.stride is not None and self.kind is not None
+        if address % 16:
+            raise ValueError(f"{self.name} is at {address:#x}, which is not a multiple of 16")
+        span = sum((n - 1) * s for n, s in zip(self.dim, self.stride, strict=True)) + 1
+        strides = tuple(s * self.kind.itemsize for s in self.stride)
+        return np.ndarray(self.dim, self.kind, at(address, span * self.kind.itemsize), 0, strides)
+
+
+class pygraph:
+    def __init__(self, *, io_data_type: Any, intermediate_data_type: Any, compute_data_type: Any, handle: _Handle) -> None:
+        assert intermediate_data_type == compute_data_type == data_type.FLOAT
+        self._kind, self._handle, self._tensors, self._built = io_data_type, handle, [], False
+
+    def tensor(self, *, name: str, dim: list[int], stride: list[int], data_type: Any) -> Any:
+        return self._add(name, dim, stride, data_type, virtual=False)
+
+    def _add(self, name: str, dim: Any, stride: Any, kind: Any, virtual: bool) -> Any:
+        self._tensors.append(tensor(name, dim, stride, kind, virtual))
+        return self._tensors[-1]
+
+    def sdpa(self, *, name: str, q: Any, k: Any, v: Any, is_inference: bool, attn_scale: float, use_causal_mask: bool) -> list[Any]:
+        assert use_causal_mask and not is_inference
+        y = self._add("y", q.dim, None, self._kind, virtual=True)
+        stats = [*q.dim[:3], 1]
+        lse = self._add("lse", stats, [stats[1] * stats[2], stats[2], 1, 1], None, virtual=True)
+        self._work = name, lambda at: _forward(at, q, k, v, y, lse, attn_scale)
+        return [y, lse]
+
+    def sdpa_backward(self, *, name: str, q: Any, k: Any, v: Any, o: Any, dO: Any, stats: Any, attn_scale: float, use_causal_mask: bool,
+                      use_deterministic_algorithm: bool) -> list[Any]:
+        assert use_causal_mask and use_deterministic_algorithm
+        made = [self._add(f"d{x.name}", x.dim, None, self._kind, virtual=True) for x in (q, k, v)]
+        self._work = name, lambda at: _backward(at, q, k, v, o, dO, stats, made, attn_scale)
+        return made
+
+    def build(self, heuristics: list[str]) -> None:
+        width = self._tensors[0].dim[3]
+        if width % 8 or width > WIDEST:
+            raise cudnnGraphNotSupportedError(f"heads of {width}")
+        self._built = True
+
+    def get_workspace_size(self) -> int:
+        assert self._built
+        return 1000
+
+    def execute(self, tensor_dict: dict[Any, int], workspace: int, handle: _Handle) -> None:
+        if handle is not self._handle or handle.stream is None or not self._built:
+            raise RuntimeError("a graph runs on the handle it was made for, which has a stream, once it is built")
+        if set(tensor_dict) != {x for x in self._tensors if not x.virtual}:
+            raise RuntimeError("a graph wants an address for each input and output")
+        arrays, space, (name, work) = {x: x.at(address) for x, address in tensor_dict.items()}, at(workspace, 1000), self._work
+        calls.append(name)
+
+        def run() -> None:
+            space.fill(0xFF)
+            work(arrays)
+
+        written = self._tensors[3 if name == "attention" else 6:]
+        ranges = [_range(address, (sum((n - 1) * s for n, s in zip(x.dim, x.stride, strict=True)) + 1) * x.kind.itemsize, x in written)
+                  for x, address in tensor_dict.items()]
+        handle.stream._issue(name, [*ranges, _range(workspace, 1000, True)], run)
+
+
+def _packed(*parts: np.ndarray) -> np.ndarray:
+    """(b, heads, t, e) each to rows (b, t, all heads e) in float64."""
+    rows = np.concatenate([part.astype(np.float64) for part in parts], axis=1).transpose(0, 2, 1, 3)
+    return np.ascontiguousarray(rows).reshape(*rows.shape[:2], -1)
+
+
+def _unpacked(rows: np.ndarray, *parts: np.ndarray) -> None:
+    heads = rows.reshape(*rows.shape[:2], -1, parts[0].shape[3]).transpose(0, 2, 1, 3)
+    for part in parts:
+        part[...], heads = heads[:, :part.shape[1]], heads[:, part.shape[1]:]
+
+
+def _forward(at: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, scale: float) -> None:
+    rows, sums = EXACT.attention(_packed(at[q], at[k], at[v]), q.dim[1], k.dim[1], scale)
+    _unpacked(rows, at[y])
+    at[lse][..., 0] = sums
+
+
+def _backward(at: Any, q: Any, k: Any, v: Any, y: Any, dy: Any, lse: Any, made: list[Any], scale: float) -> None:
+    sums = np.ascontiguousarray(at[lse][..., 0].astype(np.float64))
+    rows = EXACT.attention_backward(_packed(at[dy]), _packed(at[q], at[k], at[v]), _packed(at[y]), sums, q.dim[1], k.dim[1], scale)
+    _unpacked(rows, *(at[x] for x in made))
+
+
+# -- cuBLASLt --------------------------------------------------------------------------------
+class cuBLASLtError(Exception):
+    pass
+
+
+class MatmulDescAttribute(IntEnum):
+    TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, BIAS_DATA_TYPE = 3, 4, 7, 8, 26
+
+
+class MatmulPreferenceAttribute(IntEnum):
+    MAX_WORKSPACE_BYTES, MIN_ALIGNMENT_A_BYTES, MIN_ALIGNMENT_B_BYTES = 1, 5, 6
+
+
+class Epilogue(IntEnum):
+    BIAS = 4
+
+
+class MatmulHeuristicResult:
+    def __init__(self, size: int = 1) -> None:
+        self._words, self.workspace_size = np.zeros(16, np.int64), 0
+        self.ptr = self._words.ctypes.data
+        _RESULTS[self.ptr] = self
+
+
+_NUMBERS = count(1)
+_OBJECTS: dict[int, dict[Any, Any]] = {}
+_RESULTS: dict[int, MatmulHeuristicResult] = {}
+_KINDS = {0: np.dtype(np.float32), 2: np.dtype(np.float16), 14: np.dtype(ml_dtypes.bfloat16)}
+
+
+def _made(**values: Any) -> int:
+    number = next(_NUMBERS)
+    _OBJECTS[number] = dict(values)
+    return number
+
+
+def _set(number: int, attr: int, buf: int, size_in_bytes: int) -> None:
+    _OBJECTS[number][attr] = int.from_bytes(bytes(at(buf, size_in_bytes)), "little")
+
+
+def create() -> int:
+    return _made()
+
+
+def get_version() -> int:
+    return 0
+
+
+def matmul_desc_create(compute_type: int, scale_type: int) -> int:
+    assert compute_type in (68, 77) and scale_type == 0
+    return _made()
+
+
+def matmul_desc_set_attribute(matmul_desc: int, attr: int, buf: int, size_in_bytes: int) -> None:
+    assert size_in_bytes == (8 if attr == MatmulDescAttribute.BIAS_POINTER else 4)
+    _set(matmul_desc, attr, buf, size_in_bytes)
+
+
+def matrix_layout_create(type: int, rows: int, cols: int, ld: int) -> int:
+    assert ld >= rows
+    return _made(kind=_KINDS[type], rows=rows, cols=cols, ld=ld)
+
+
+def matmul_preference_create() -> int:
+    return _made()
+
+
+def matmul_preference_set_attribute(pref: int, attr: int, buf: int, size_in_bytes: int) -> None:
+    assert size_in_bytes == (8 if attr == MatmulPreferenceAttribute.MAX_WORKSPACE_BYTES else 4)
+    _set(pref, attr, buf, size_in_bytes)
+
+
+def matmul_preference_destroy(pref: int) -> None:
+    del _OBJECTS[pref]
+
+
+def matmul_algo_get_heuristic(light_handle: int, operation_desc: int, adesc: int, bdesc: int, cdesc: int, ddesc: int, preference: int,
+                              requested_algo_count: int, heuristic_results_array: int, return_algo_count: int) -> None:
+    wanted = _OBJECTS[preference]
+    _OBJECTS[operation_desc]["alignments"] = [wanted[MatmulPreferenceAttribute(number)] for number in (5, 6)]
+    _RESULTS[heuristic_results_array].workspace_size = 1000
+    at(return_algo_count, 4).view(np.int32)[0] = requested_algo_count
+
+
+def matmul(light_handle: int, compute_desc: int, alpha: int, a: int, adesc: int, b: int, bdesc: int, beta: int, c: int, cdesc: int,
+           d: int, ddesc: int, algo: int, workspace: int, workspace_size_in_bytes: int, stream: int) -> None:
+    description = _OBJECTS[compute_desc]
+    assert description[MatmulDescAttribute.EPILOGUE] == Epilogue.BIAS and algo in _RESULTS and c == d
+    assert [float(at(address, 4).view(np.float32)[0]) for address in (alpha, beta)] == [1, 0]
+    assert workspace_size_in_bytes == 1000 and not any(x % k for x, k in zip((a, b), description["alignments"], strict=True))
+
+    def matrix(address: int, number: int) -> tuple[np.ndarray, Range]:
+        m = _OBJECTS[number]
+        size = m["kind"].itemsize
+        nbytes = ((m["cols"] - 1) * m["ld"] + m["rows"]) * size
+        return np.ndarray((m["rows"], m["cols"]), m["kind"], at(address, nbytes), 0, (size, size * m["ld"])), _range(address, nbytes, False)
+
+    (left, range_a), (right, range_b), (out, range_d) = matrix(a, adesc), matrix(b, bdesc), matrix(d, ddesc)
+    turned_a, turned_b = description[MatmulDescAttribute.TRANSA], description[MatmulDescAttribute.TRANSB]
+    where = description[MatmulDescAttribute.BIAS_POINTER]
+    bias = at(where, len(out) * out.itemsize).view(out.dtype)
+    calls.append("product with a bias")
+
+    def run() -> None:
+        product = (left.T if turned_a else left).astype(np.float32) @ (right.T if turned_b else right).astype(np.float32)
+        out[...] = product + bias.astype(np.float32)[:, None]
+
+    _stream(stream)._issue("cublasLt matmul", [range_a, range_b, (*range_d[:2], True), _range(where, bias.nbytes, False),
+                                               _range(workspace, 1000, True)], run)
+
+
+MODULES: dict[str, dict[str, Any]] = {
+    "cudnn": {"cudnnGraphNotSupportedError": cudnnGraphNotSupportedError, "data_type": data_type, "heur_mode": heur_mode,
+              "create_handle": create_handle, "set_stream": set_stream, "backend_version_string": backend_version_string,
+              "tensor": tensor, "pygraph": pygraph},
+    "nvmath": {}, "nvmath.bindings": {},
+    "nvmath.bindings.cublasLt": {x.__name__: x for x in (
+        cuBLASLtError, MatmulDescAttribute, MatmulPreferenceAttribute, Epilogue, MatmulHeuristicResult, create, get_version,
+        matmul_desc_create, matmul_desc_set_attribute, matrix_layout_create, matmul_preference_create, matmul_preference_set_attribute,
+        matmul_preference_destroy, matmul_algo_get_heuristic, matmul)},
+}
+USERS = ("mpshard.device.cupy_cudnn", "mpshard.device.cupy_cublaslt")
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """While this is open, inside `lazy_cupy.installed()`, the libraries are found."""
+    ours = [name for name in sys.modules if name.split(".")[0] in ("cudnn", "nvmath") or name in USERS]
+    kept = {name: sys.modules.pop(name) for name in ours}
+    for name, content in MODULES.items():
+        module = sys.modules[name] = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.__dict__.update(content)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    calls.clear()
+    try:
+        yield
+    finally:
+        for name in (*MODULES, *USERS):
+            sys.modules.pop(name, None)
+        sys.modules.update(kept)
