@@ -28,7 +28,7 @@ from mpshard.device.numpy_norm import Columns
 from mpshard.device.numpy_random import spread_key
 from mpshard.device.numpy_update import BF16
 
-VERSION = 2  # compiled.c's
+VERSION = 3  # compiled.c's
 ORDER = ("plain", "avx2", "avx512", "zen4")
 FLOAT32 = np.dtype(np.float32)
 GRAIN = 1 << 16  # elements of the least work for a thread: some 20 us, where handing it over costs 10 to 20

@@ -6,9 +6,16 @@ import numpy as np
 
 from mpshard.device.numpy_attention import LARGE, SMALL
 from mpshard.device.numpy_dense import DenseKernels
-from mpshard.device.numpy_memory import block_rows, blocks
+from mpshard.device.numpy_memory import blocks
 
-CHUNK_BYTES = 16 << 20  # of logits: enough tokens for the products' full speed, small against the activations
+CHUNK_BYTES = 16 << 20  # of logits, or as many as there are of CHUNK_TOKENS: small against the activations, and enough tokens
+CHUNK_TOKENS = 256  # for the products' full speed, which read the whole table for every chunk
+
+
+def chunk_tokens(tokens: int, vocabulary: int, d: int, itemsize: int) -> int:
+    """How many tokens' logits exist at a time: chunks of equal size, and never more of them than half of the table."""
+    most = max(1, CHUNK_BYTES // max(1, vocabulary * itemsize), min(CHUNK_TOKENS, d // 2))
+    return -(-tokens // max(1, -(-tokens // most)))
 
 
 class LossKernels(DenseKernels):
@@ -27,12 +34,13 @@ class LossKernels(DenseKernels):
         if len(valid) < len(targets) and dx is not None:
             dx[targets == ignore_index] = 0
         _check_targets(targets, valid, v)
-        step = block_rows(len(valid), v * x.itemsize, CHUNK_BYTES)
+        step = chunk_tokens(len(valid), v, d, x.itemsize)
         logits = self.empty((step, v), x.dtype)
         packed, scaled = self.empty((2, step, d), x.dtype)
         value = 0.0
-        for block in blocks(len(valid), v * x.itemsize, CHUNK_BYTES):
-            tokens, rows = valid[block], block.stop - block.start
+        for start in range(0, len(valid), max(1, step)):
+            tokens = valid[start:start + step]
+            rows = len(tokens)
             first, last = int(tokens[0]), int(tokens[-1])
             here = slice(first, last + 1) if last - first == rows - 1 else None  # consecutive: used where they lie
             inputs = np.take(x, tokens, axis=0, out=packed[:rows], mode="clip") if here is None else x[here]

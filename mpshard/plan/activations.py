@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from mpshard.device.numpy_loss import chunk_tokens
 from mpshard.models import GPT2Config, LlamaConfig
 from mpshard.nn.module import Model
 from mpshard.shard.options import Options, recomputed
 from mpshard.shard.precision import DTYPES
 
-LOGITS = 16 << 20  # bytes of the chunk of logits that exists at a time, at most
 AT_A_TIME = 4  # blocks whose activations are on a GPU that offloads them: one leaves, one computes, one comes, and the last one
 
 
@@ -37,4 +37,5 @@ def activation_bytes(model: Model, options: Options, tokens: int, on_host: bool 
     present = 1.0 if on_host or not options.offloads_activations else min(1.0, AT_A_TIME / blocks)
     per_token = present * ((blocks - again) * kept + again * c.d_model) + (whole if again else 0) + in_backward + 2 * c.d_model
     itemsize = DTYPES[options.precision.master if on_host else options.precision.param].itemsize
-    return round(itemsize * tokens * per_token) + min(LOGITS, itemsize * tokens * c.vocab_size)
+    logits = c.vocab_size * chunk_tokens(tokens, c.vocab_size, c.d_model, itemsize)
+    return round(itemsize * (tokens * per_token + logits))

@@ -6,8 +6,9 @@ MPI. Every rank runs the same list, so the collectives' order is the same everyw
 How it is made. Lay out the step's uses in time: forward of every stage, backward of every stage in reverse,
 for each micro-batch. A unit is resident from the first use of a run of uses to the last; runs are cut wherever
 freeing in between would save memory, that is wherever its next gather starts later than its free. Then each
-gather is placed `prefetch` uses before the run begins, each free right after the run ends, each reduce right
-after the last gradient of the micro-batch, and each finish as late as the gradient buffers allow.
+gather is placed `prefetch` uses before the run begins, each free right after the run ends, each reduce after the
+last gradient of the micro-batch but behind the gathers for the next use, which are needed sooner, and each finish as
+late as the gradient buffers allow.
 
 Note on lag. On a device that works by itself an instruction only issues its work, and whoever enters MPI may stay there
 a while. So the device should have work whenever the host goes there: with lag 1 the gathers and reduces of one use are
@@ -162,27 +163,21 @@ def _schedule(stages: Sequence[Stage], uses: Sequence[Forward | Backward], prefe
 
     program: list[Instruction] = []
     in_flight: list[Reduce] = []
-    held: list[Reduce] = []  # with lag: gradients that the last use completed
+    held: list[Reduce] = []  # of gradients that the last use completed
     for now, use in enumerate(uses):
         starting = gathers.get(now, ())
         early = [gather for gather in starting if lag and gather.unit not in reads[now]]  # behind this use, not before it
         program += [gather for gather in starting if gather not in early]
-        if any(reduce.unit in opens.get(now, ()) for reduce in held):
+        if not lag or any(reduce.unit in opens.get(now, ()) for reduce in held):
             program += held
             in_flight, held = in_flight + held, []
         # Where a gradient buffer is needed only one other reduce may be under way, and none of the same unit.
         while opens.get(now) and in_flight and (len(in_flight) > 1 or in_flight[0].unit in opens[now]):
             done = in_flight.pop(0)
             program.append(Finish(done.unit, done.micro_batch))
-        program += [*before.get(now, ()), use, *after.get(now, ())]
-        free = frees.get(now, ())
-        complete = [Reduce(unit, use.micro_batch) for unit in last_gradient.get(now, ())]
-        if lag:
-            program += [*early, *held, *free]
-            in_flight, held = in_flight + held, complete
-        else:
-            program += [*free, *complete]
-            in_flight += complete
+        program += [*before.get(now, ()), use, *after.get(now, ()), *early, *held, *frees.get(now, ())]
+        in_flight += held
+        held = [Reduce(unit, use.micro_batch) for unit in last_gradient.get(now, ())]
     program += held
     program += [Finish(reduce.unit, reduce.micro_batch) for reduce in in_flight + held]
     return tuple(program)

@@ -3,9 +3,6 @@
 // Blocks of 64 x 64 scores never leave the first-level cache, and what lies above the diagonal is not computed.
 // LANES: floats of a vector. ROWS x COLUMNS vectors of a product's tile stay in registers.
 
-typedef float NAME(vec) __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-#define vec NAME(vec)
-
 // out[i][j] = or += sum over k of a[i * a_row + k * a_k] * b[k * b_row + j], for rows x (columns vectors), in registers.
 #define TILE(rows, columns) TILE_(rows, columns)
 #define TILE_(rows, columns)                                                                                            \
@@ -79,22 +76,30 @@ static void NAME(gathered)(long m, long k, long e, const float *p, const float *
 
 // Columns of each block of keys next to each other: x (t rows, `stride` apart, e) -> blocks (e, BLOCK), zero past the end.
 static void NAME(turn)(long t, long stride, long e, const float *x, float *out) {
-    for (long first = 0; first < t; first += BLOCK, out += e * BLOCK) {
-        long rows = LEAST(BLOCK, t - first);
-        for (long i = 0; i < rows; i++)
-            for (long j = 0; j < e; j++) out[j * BLOCK + i] = x[(first + i) * stride + j];
-        for (long j = 0; rows < BLOCK && j < e; j++)
-            for (long i = rows; i < BLOCK; i++) out[j * BLOCK + i] = 0;
-    }
+    for (long first = 0; first < t; first += BLOCK, out += e * BLOCK)
+        for (long i = 0; i < BLOCK; i += LANES)
+            for (long j = 0; j < e; j += LANES) {
+                vec row[LANES];
+                for (int l = 0; l < LANES; l++)
+                    row[l] = first + i + l < t ? *(const vec *)(x + (first + i + l) * stride + j) : (vec){0};
+                NAME(turn_tile)(row);
+                for (int l = 0; l < LANES; l++) *(vec *)(out + (j + l) * BLOCK + i) = row[l];
+            }
 }
 
 static void NAME(pack)(long t, long stride, long e, const float *x, float *out) {
     for (long i = 0; i < t; i++) memcpy(out + i * e, x + i * stride, e * sizeof(float));
 }
 
-// Which keys of a block a query sees: the first `count`; of segments only its own. Sets the others' scores to -infinity.
-INLINE void NAME(hide)(float *s, long count, const int *segments, long query, long first_key) {
-    for (long j = 0; j < count; j++) s[j] = segments[first_key + j] == segments[query] ? s[j] : -INFINITY;
+// Scores of keys that a query does not see become -infinity: those above the diagonal, and of other segments.
+static void NAME(hide)(long m, float *s, int diagonal, const int *segments, long q, long k) {
+    ints lane = NAME(numbers)();
+    for (long i = 0; (diagonal || segments) && i < m; i++, s += BLOCK) {
+        long count = diagonal ? i + 1 : BLOCK;
+        for (long j = 0; segments && j < count; j++) s[j] = segments[k + j] == segments[q + i] ? s[j] : -INFINITY;
+        for (long j = i / LANES * LANES; diagonal && j < BLOCK; j += LANES)
+            *(vec *)(s + j) = NAME(choose)(lane + (int)j > (int)i, (vec){0} - INFINITY, *(vec *)(s + j));
+    }
 }
 
 // Whether no query of one block has the segment of a key of the other, as far as is cheaply seen.
@@ -112,29 +117,30 @@ static int NAME(apart)(const int *segments, long q, long m, long k, long n) {
 }
 
 // Online softmax of a block of scores: they become weights, exp(scale (s - largest so far)); what was summed before is adapted.
-static void NAME(soften)(long m, long e, float scale, float *s, long keys, int diagonal, const int *segments, long q, long k,
-                         float *largest, float *sums, float *out) {
-    for (long i = 0; i < m; i++, s += BLOCK, out += e) {
-        long count = diagonal ? LEAST(keys, i + 1) : keys;
-        if (segments) NAME(hide)(s, count, segments, q + i, k);
-        float top = largest[i], sum = 0;
-        #pragma omp simd reduction(max : top)
-        for (long j = 0; j < count; j++) top = s[j] > top ? s[j] : top;
-        float base = top == -INFINITY ? 0 : top;  // it sees nothing yet
-        #pragma omp simd reduction(+ : sum)
-        for (long j = 0; j < count; j++) {
-            s[j] = NAME(exp)(scale * (s[j] - base));
-            sum += s[j];
+// LANES rows at a time: what is to be found across a row, its largest and its sum, is found lane by lane once they are turned.
+static void NAME(soften)(long m, long e, float scale, float *s, float *largest, float *sums, float *out) {
+    for (long i = 0; i < m; i += LANES, s += LANES * BLOCK) {
+        long rows = LEAST(LANES, m - i);
+        vec part[LANES] = {0}, *old = (vec *)(largest + i), *sum = (vec *)(sums + i);
+        for (long r = 0; r < rows; r++) {
+            const vec *row = (const vec *)(s + r * BLOCK);
+            part[r] = row[0];
+            for (int j = 1; j < BLOCK / LANES; j++) part[r] = LARGER(part[r], row[j]);
         }
-        for (long j = count; j < BLOCK; j++) s[j] = 0;
-        if (top != largest[i]) {
-            float factor = NAME(exp)(scale * (largest[i] - base));
-            sums[i] *= factor;
-            #pragma omp simd
-            for (long j = 0; j < e; j++) out[j] *= factor;
-            largest[i] = top;
+        NAME(turn_tile)(part);
+        vec top = *old;
+        for (int l = 0; l < LANES; l++) top = LARGER(top, part[l]);
+        vec base = NAME(choose)(top == (vec){0} - INFINITY, (vec){0}, top);  // -infinity: it sees nothing yet
+        vec factor = NAME(exps)((*old - base) * scale);
+        for (long r = 0; r < rows; r++) {
+            vec *row = (vec *)(s + r * BLOCK), total = {0};
+            for (int j = 0; j < BLOCK / LANES; j++) total += row[j] = NAME(exps)((row[j] - base[r]) * scale);
+            part[r] = total;
+            for (long j = 0; factor[r] != 1.0f && j < e; j += LANES) *(vec *)(out + (i + r) * e + j) *= factor[r];
         }
-        sums[i] += sum;
+        NAME(turn_tile)(part);
+        *old = top, *sum *= factor;
+        for (int l = 0; l < LANES; l++) *sum += part[l];
     }
 }
 
@@ -159,13 +165,14 @@ EXPORT void NAME(attention)(long first, long last, long t, long heads, long kv_h
             for (long q = 0; q < t; q += BLOCK) {
                 long m = LEAST(BLOCK, t - q);
                 NAME(pack)(m, width, e, qkv + q * width + head * e, queries);
-                for (long i = 0; i < m; i++) largest[i] = -INFINITY, sums[i] = 0;
+                for (long i = 0; i < BLOCK; i++) largest[i] = -INFINITY, sums[i] = 0;
                 memset(out, 0, m * e * sizeof(float));
                 for (long k = 0; k <= q; k += BLOCK) {
                     long n = LEAST(BLOCK, t - k);
                     if (own && k < q && NAME(apart)(own, q, m, k, n)) continue;
                     NAME(scores)(m, e, queries, e, keys + k * e, s, k == q);
-                    NAME(soften)(m, e, scale, s, n, k == q, own, q, k, largest, sums, out);
+                    NAME(hide)(m, s, k == q, own, q, k);
+                    NAME(soften)(m, e, scale, s, largest, sums, out);
                     NAME(weighted)(m, n, e, s, values + k * width, width, out, e, k == q, 1);
                 }
                 for (long i = 0; i < m; i++) {
@@ -178,19 +185,16 @@ EXPORT void NAME(attention)(long first, long last, long t, long heads, long kv_h
     }
 }
 
-// A block of P = exp(scale S - lse) and dS = P * (dP - D) scale, in place of S and dP; D: row sums of dy * y.
-static void NAME(changes)(long m, float scale, float *s, float *ds, long keys, int diagonal, const int *segments, long q, long k,
-                          const float *lse, const float *d) {
+// A block of P = exp(scale S - lse) and dS = P * (dP - D) scale, in place of S and dP; D: row sums of dy * y. Where P is 0 dP may
+// be anything.
+static void NAME(changes)(long m, float scale, float *s, float *ds, const float *lse, const float *d) {
     for (long i = 0; i < m; i++, s += BLOCK, ds += BLOCK) {
-        long count = diagonal ? LEAST(keys, i + 1) : keys;
-        float norm = lse[q + i], mean = d[q + i];
-        if (segments) NAME(hide)(s, count, segments, q + i, k);
+        float norm = lse[i], mean = d[i];
         #pragma omp simd
-        for (long j = 0; j < count; j++) {
-            s[j] = NAME(exp)(scale * s[j] - norm);
-            ds[j] = s[j] * (ds[j] - mean) * scale;
+        for (int j = 0; j < BLOCK; j++) {
+            float p = s[j] = NAME(exp)(scale * s[j] - norm);
+            ds[j] = p == 0.0f ? 0.0f : p * (ds[j] - mean) * scale;
         }
-        for (long j = count; j < BLOCK; j++) s[j] = ds[j] = 0;
     }
 }
 
@@ -230,7 +234,8 @@ EXPORT void NAME(attention_backward)(long first, long last, long t, long heads, 
                     if (own && k < q && NAME(apart)(own, q, m, k, n)) continue;
                     NAME(scores)(m, e, queries + q * e, e, turned_keys + k * e, p, k == q);
                     NAME(scores)(m, e, gradients + q * e, e, turned_values + k * e, ds, k == q);
-                    NAME(changes)(m, scale, p, ds, n, k == q, own, q, k, lse, d);
+                    NAME(hide)(m, p, k == q, own, q, k);
+                    NAME(changes)(m, scale, p, ds, lse + q, d + q);
                     NAME(gathered)(m, n, e, p, gradients + q * e, dv + k * e, k == q);
                     NAME(gathered)(m, n, e, ds, queries + q * e, dk + k * e, k == q);
                     NAME(weighted)(m, n, e, ds, keys + k * e, e, dq + q * e, e, k == q, 1);
@@ -243,7 +248,6 @@ EXPORT void NAME(attention_backward)(long first, long last, long t, long heads, 
         }
     }
 }
-#undef vec
 #undef TILE
 #undef TILE_
 #undef CALL_TILE

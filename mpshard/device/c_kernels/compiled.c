@@ -10,11 +10,22 @@
 #define EXPORT __attribute__((visibility("default")))
 #define BLOCK 64  // queries, and keys, of a block of attention's scores
 
+// exp, of a float or of a vector of them: x = n ln 2 + r, |r| <= ln 2 / 2; of r a polynomial with the least largest relative error;
+// 2^n from its exponent's bits, which for n = -127 are those of 0 and for n = 128 of infinity.
+#define LOG2_E 1.44269504088896341f
+#define ROUNDER 12582912.0f  // 1.5 * 2^23: an integer in the lower bits of what it is added to
+#define EXP_BIAS (0x4B400000 - 127)
+#define EXP_REST(x, n) ((x) - (n) * 0.693145751953125f - (n) * 1.42860682030941723212e-6f)
+#define EXP_OF_REST(r) ({ __auto_type r_ = (r); \
+    ((((8.290272206068039e-3f * r_ + 4.189816117286682e-2f) * r_ + 0.1666763871908188f) * r_ + 0.4999914765357971f) * r_ + \
+     0.9999997019767761f) * r_ + 1.0f; })
+
 INLINE int bits_of(float x) { int bits; memcpy(&bits, &x, 4); return bits; }
 INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 
 #define NAME(name) name##_plain
 #define LANES 4
+#define LARGER(a, b) NAME(choose)((a) > (b), a, b)  // the larger of each, b where they cannot be compared
 #define ROWS 4
 #define COLUMNS 2
 #include "all.h"
@@ -24,6 +35,7 @@ INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 #pragma GCC target("avx2,fma,bmi2")
 #define NAME(name) name##_avx2
 #define LANES 8
+#define LARGER(a, b) ((vec)_mm256_max_ps((__m256)(a), (__m256)(b)))
 #define ROWS 4
 #define COLUMNS 2
 #include "all.h"
@@ -33,6 +45,7 @@ INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2,prefer-vector-width=512")
 #define NAME(name) name##_avx512
 #define LANES 16
+#define LARGER(a, b) ((vec)_mm512_max_ps((__m512)(a), (__m512)(b)))
 #define ROWS 8
 #define COLUMNS 2
 #include "all.h"
@@ -42,9 +55,11 @@ INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,bmi2,prefer-vector-width=512")
 #define NAME(name) name##_bf16
 #define LANES 16
+#define LARGER(a, b) ((vec)_mm512_max_ps((__m512)(a), (__m512)(b)))
 #define ROWS 8
 #define COLUMNS 2
 #define BF16
+#include "vectors.h"
 #include "product.h"
 #pragma GCC pop_options
 #endif
@@ -70,7 +85,7 @@ EXPORT int multiplies_bf16(void) {
 }
 
 // One more with every change of what a kernel takes or does; compiled.py refuses a library that was built from older sources.
-EXPORT int version(void) { return 2; }
+EXPORT int version(void) { return 3; }
 
 // The best set of instructions that this processor has.
 EXPORT const char *instructions(void) {

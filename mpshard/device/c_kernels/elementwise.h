@@ -2,22 +2,12 @@
 // instructions. float32 throughout; plain loops, which the compiler turns into vectors (`omp simd`).
 
 // exp(x), relative error 1.6e-7 between -88 and 88; below it is 0, from 88.4 on infinity (the last 0.3 of the range are not needed
-// by softmax and its like), NaN stays. x = n ln 2 + r, |r| <= ln 2 / 2; of r a polynomial with the least largest relative error;
-// 2^n from its exponent's bits, which for n = -127 are those of 0 and for n = 128 of infinity.
+// by softmax and its like), NaN stays: see compiled.c.
 INLINE float NAME(exp)(float x) {
     x = x < -88.0f ? -88.0f : x;
     x = x > 89.0f ? 89.0f : x;
-    float shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the integer is in the lower bits
-    float n = shifted - 12582912.0f;
-    float r = x - n * 0.693145751953125f;
-    r = r - n * 1.42860682030941723212e-6f;
-    float p = 8.290272206068039e-3f;
-    p = p * r + 4.189816117286682e-2f;
-    p = p * r + 0.1666763871908188f;
-    p = p * r + 0.4999914765357971f;
-    p = p * r + 0.9999997019767761f;
-    p = p * r + 1.0f;
-    return p * float_of((bits_of(shifted) - (0x4B400000 - 127)) << 23);
+    float shifted = x * LOG2_E + ROUNDER, n = shifted - ROUNDER;
+    return EXP_OF_REST(EXP_REST(x, n)) * float_of((bits_of(shifted) - EXP_BIAS) << 23);
 }
 
 // -- activations -----------------------------------------------------------------------------

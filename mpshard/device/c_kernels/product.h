@@ -1,4 +1,5 @@
-// Matrix products: c (m, n) = or += a (m, k) @ b (k, n), or that and a bias (n), for one core. Included by compiled.c like the others.
+// Matrix products: c (m, n) = or += a (m, k) @ b (k, n), or that and a bias (n), for one core. Included by compiled.c like the
+// others, behind vectors.h.
 //
 // Goto, van de Geijn 2008, "Anatomy of high-performance matrix multiplication": what the innermost loop reads is copied first,
 // to the order in which it is read, in panels of ROWS rows of a and of WIDTH columns of b; DEPTH is cut so that a panel of b
@@ -7,10 +8,6 @@
 //
 // With BF16 defined panels hold bfloat16, two steps of k in a word, and products are of these; sums are float32.
 
-typedef float NAME(vec) __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef int NAME(ints) __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-#define vec NAME(vec)
-#define ints NAME(ints)
 #define WIDTH (COLUMNS * LANES)
 #define DEPTH 512
 #define TALL 96
@@ -21,22 +18,6 @@ typedef int NAME(ints) __attribute__((vector_size(LANES * 4), aligned(4), may_al
 #else
 #define STEP 1
 #endif
-
-// LANES vectors turned into their transpose: blocks of 1, 2, 4, ... change places across the diagonal.
-INLINE void NAME(turn_tile)(vec *row) {
-    #pragma GCC unroll 8
-    for (int s = 1; s < LANES; s *= 2) {
-        NAME(ints) low, high;
-        for (int j = 0; j < LANES; j++) low[j] = j & s ? LANES + j - s : j, high[j] = j & s ? LANES + j : j + s;
-        #pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            if (!(i & s)) {
-                vec first = row[i], second = row[i + s];
-                row[i] = __builtin_shuffle(first, second, low);
-                row[i + s] = __builtin_shuffle(first, second, high);
-            }
-    }
-}
 
 #ifdef BF16
 // The upper half of each element, to the nearest, ties to even; NaN stays.
@@ -182,8 +163,6 @@ EXPORT void NAME(product)(long m, long n, long k, const float *a, long a_row, lo
                          add, scratch);
     for (long i = 0; k == 0 && !add && i < m; i++) memset(c + i * c_row, 0, n * sizeof(float));
 }
-#undef vec
-#undef ints
 #undef WIDTH
 #undef DEPTH
 #undef TALL
