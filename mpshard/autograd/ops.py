@@ -53,7 +53,15 @@ def linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = No
 
 
 def linear_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, bias: Parameter | None, transposed: bool) -> None:
-    dy = rows(dy)
+    dy, inputs = rows(dy), rows(x.data) if weight.learns else None
+    tape.for_weights(lambda: _linear_weights(tape, dy, inputs, weight, bias, transposed))
+    if x.wants_grad:
+        w = whole(tape, weight)
+        x.accumulate(tape.device.matmul(dy, w.T if transposed else w).reshape(x.data.shape), tape.device)
+
+
+def _linear_weights(tape: Tape, dy: Array, x: Array, weight: Parameter, bias: Parameter | None, transposed: bool) -> None:
+    """Gradients of a weight and a bias; dy (n, o), x (n, i), which is not read if the weight does not learn."""
     for part, place in _parts(bias) if bias is not None else ():
         target, accumulate = part.grad_target()
         if target is not None:
@@ -62,11 +70,8 @@ def linear_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, bias: P
         target, accumulate = part.grad_target()
         if target is not None:
             dy_part = _columns(tape, dy, place)
-            a, b = (rows(x.data), dy_part) if transposed else (dy_part, rows(x.data))
+            a, b = (x, dy_part) if transposed else (dy_part, x)
             tape.device.matmul(a.T, b, out=target, accumulate=accumulate)
-    if x.wants_grad:
-        w = whole(tape, weight)
-        x.accumulate(tape.device.matmul(dy, w.T if transposed else w).reshape(x.data.shape), tape.device)
 
 
 def _adapters(weight: Parameter) -> list[tuple[slice, Adapter]]:
@@ -309,8 +314,12 @@ def residual(tape: Tape, x: Tensor, branch: Tensor, probability: float = 0.0) ->
 
 def residual_backward(tape: Tape, dy: Array, x: Tensor, branch: Tensor, probability: float, key: tuple[int, int] | None) -> None:
     # The same array goes both ways without a copy. Safe: the branch's rules run before anything is added to
-    # x's gradient, because they were recorded after x was made, and no rule writes into its dy.
+    # x's gradient, because they were recorded after x was made, and no rule writes into its dy. But what is left of
+    # the branch's rules for later would read what has been added since.
     branch.accumulate(dy if key is None else tape.device.dropout(dy, probability, key), tape.device)
+    if tape.later is not None:
+        dy, branch_dy = tape.device.empty(dy.shape, dy.dtype), dy
+        dy[...] = branch_dy
     x.accumulate(dy, tape.device)
 
 

@@ -166,6 +166,7 @@ class Tape:
         self.device, self.recording, self.training, self.key = device, recording, training, key
         self.after_op = after_op or (lambda: None)
         self.entries: list[tuple[Rule, Tensor, tuple[Any, ...]]] = []
+        self.later: list[Callable[[], None]] | None = None  # while inputs' gradients go first: what makes the weights'
         self.random_ops = 0
 
     def record(self, result: Array | Tensor | None, rule: Rule, *saved: Any) -> Tensor:
@@ -179,8 +180,12 @@ class Tape:
         self.after_op()
         return out
 
-    def backward(self, output: Tensor, grad: Array | float) -> None:
-        """Run the rules in reverse. Entries are dropped as they are used, so activations are freed on the way."""
+    def backward(self, output: Tensor, grad: Array | float, inputs_only: bool = False) -> None:
+        """Run the rules in reverse. Entries are dropped as they are used, so activations are freed on the way.
+
+        inputs_only: leave the products that make weights' gradients, which nothing here waits for, to `backward_weights`.
+        """
+        self.later = [] if inputs_only else None
         output.grad = grad
         while self.entries:
             rule, out, saved = self.entries.pop()
@@ -188,6 +193,21 @@ class Tape:
             if dy is not None:
                 rule(self, dy, *saved)
             del out, saved, dy
+            self.after_op()
+
+    def for_weights(self, action: Callable[[], None]) -> None:
+        """Of a rule: do what fills gradient buffers and nothing else, now or in `backward_weights`. What it reads must not be
+        written to by later rules."""
+        if self.later is None:
+            action()
+        else:
+            self.later.append(action)
+
+    def backward_weights(self) -> None:
+        """Do what a backward of inputs only has left."""
+        left, self.later = self.later or [], None
+        for action in left:
+            action()
             self.after_op()
 
     def drop_cheap(self) -> None:

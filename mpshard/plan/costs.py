@@ -100,8 +100,9 @@ def plan(model: Model, options: Options, ranks: int, micro_batches: int = 1, *, 
     groups = group(model, options.unit)
     layouts = {g.name: lay_out([(p.name, p.shape) for p in g.parameters], 1 if options.replicated else ranks) for g in groups}
     stages, lag = stages_of(model, groups), 0 if on_host else 1
-    program = training_program(stages, micro_batches, options.prefetch, options.stay, options.reduce_once, lag,
-                               options.offloads_activations and not on_host)
+    offload = options.offloads_activations and not on_host
+    weights_last = ranks > 1 and not (topo.in_place or options.replicated or offload)
+    program = training_program(stages, micro_batches, options.prefetch, options.stay, options.reduce_once, lag, offload, weights_last)
     padded = {name: layout.padded_size for name, layout in layouts.items()}
     gathered = [full_slots(program, padded).sizes]
     if evaluates:

@@ -30,6 +30,7 @@ from mpshard.shard.schedule import (
     Slots,
     Stage,
     Step,
+    Weights,
 )
 from mpshard.shard.unit import Unit
 
@@ -112,6 +113,7 @@ class Engine:
         self.full_gradients = Buffers(lambda size: transport.slot(size, unit.gradient_in, Kind.FULL_GRADIENT))
         self.handlers: dict[type, Callable[..., None]] = {
             Gather: self._gather, Forward: self._forward, Free: self._free, Backward: self._backward,
+            Weights: self._weights,
             Reduce: self._reduce, Finish: self._finish, Step: self._step,
             Offload: self._offload, Release: self._release, Fetch: self._fetch}
         self.away = Away(cast(Accelerator, device))  # used by programs that offload, which are a device's
@@ -164,6 +166,7 @@ class Engine:
         self.counters = Counters()
         self.spans: list[tuple[str, Any, Any]] = []  # on a device: what its time between two marks was spent on
         self.tapes: dict[tuple[str, int], tuple[Tape, Tensor | None, Tensor | None]] = {}  # (stage, micro-batch): tape, input, output
+        self.unfinished: dict[tuple[str, int], Tape] = {}  # backward of inputs done, of weights not
         self.stream: dict[int, Tensor] = {}  # what flows between stages: activations forward, then gradients backward
         self.outputs: list[Tensor] = []
         self.away.begin()
@@ -273,13 +276,23 @@ class Engine:
         # The gradient of the sum of token losses is 1 (times a scale that keeps 16-bit gradients off zero): nothing is
         # divided here, the optimizer divides once by the step's valid tokens, so accumulation, padding and world size
         # drop out.
-        tape.backward(y, self.loss_scale if isinstance(y, Loss) else self.stream.pop(mb).grad)
+        tape.backward(y, self.loss_scale if isinstance(y, Loss) else self.stream.pop(mb).grad, instruction.inputs_only)
+        if instruction.inputs_only:
+            self.unfinished[name, mb] = tape
         if x is not None:
             x.data = None
             self.stream[mb] = x
         for unit in self.stages[name].gradients:
             self.units[unit].gradients.written()
         self.counters.backward_s += time.perf_counter() - start - waited
+        self._span("backward_s", mark)
+
+    def _weights(self, instruction: Weights) -> None:
+        start, mark = time.perf_counter(), self._mark()
+        self.unfinished.pop((instruction.stage, instruction.micro_batch)).backward_weights()
+        for unit in self.stages[instruction.stage].gradients:
+            self.units[unit].gradients.written()
+        self.counters.backward_s += time.perf_counter() - start
         self._span("backward_s", mark)
 
     def _free(self, instruction: Free) -> None:

@@ -42,7 +42,17 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """Wait for the units the stage's backward reads, run it, writing gradients into its units' buffers."""
+    """Wait for the units the stage's backward reads, run it, writing gradients into its units' buffers; if `inputs_only`
+    leave the weights' to `Weights`."""
+
+    stage: str
+    micro_batch: int
+    inputs_only: bool = False
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Make the gradients that the stage's backward has left."""
 
     stage: str
     micro_batch: int
@@ -101,8 +111,9 @@ class Step:
     """One all-reduce for the loss and the norm, then the optimizer on every slice."""
 
 
-Instruction = Gather | Forward | Backward | Free | Reduce | Finish | Offload | Release | Fetch | Step
+Instruction = Gather | Forward | Backward | Weights | Free | Reduce | Finish | Offload | Release | Fetch | Step
 Program = tuple[Instruction, ...]
+Use = Forward | Backward | Weights
 
 
 @dataclass(frozen=True)
@@ -125,18 +136,24 @@ class Stay(Enum):
 
 
 def training_program(stages: Sequence[Stage], micro_batches: int, prefetch: int, stay: Stay = Stay.USE,
-                     reduce_once: bool = False, lag: int = 0, offload: bool = False) -> Program:
+                     reduce_once: bool = False, lag: int = 0, offload: bool = False, weights_last: bool = False) -> Program:
     """The instructions of a step.
 
     prefetch: how many stages ahead of its use a gather is started, in both directions. One reduce is in flight behind
     the compute. stay: see `Stay`. reduce_once: add up the micro-batches in the full gradient, which then stays, and
     reduce it after the last; else every micro-batch's gradient is reduced and added to the slice. lag: 1 for devices that
     work while the host goes on, see the note; 0 for others. offload: what forward keeps goes to the host and comes back.
+    weights_last: the first stage's reduce, the step's last, has nothing behind it to hide behind, unless the second stage
+    leaves its weights' gradients until the first has made its own.
     """
-    uses: list[Forward | Backward] = []
+    uses: list[Use] = []
     for mb in range(micro_batches):
         uses += [Forward(stage.name, mb) for stage in stages]
         uses += [Backward(stage.name, mb) for stage in reversed(trained(stages))]
+    if weights_last and len(trained(stages)) > 2:
+        (first, second), mb = trained(stages)[:2], micro_batches - 1
+        if not set(first.gradients) & set(second.gradients):
+            uses[-2:] = [Backward(second.name, mb, inputs_only=True), Backward(first.name, mb), Weights(second.name, mb)]
     return _schedule(stages, uses, prefetch, stay, reduce_once, lag, offload) + (Step(),)
 
 
@@ -151,35 +168,38 @@ def forward_program(stages: Sequence[Stage], prefetch: int, lag: int = 0) -> Pro
     return _schedule(stages, [Forward(stage.name, 0) for stage in stages], prefetch, lag=lag)
 
 
-def _schedule(stages: Sequence[Stage], uses: Sequence[Forward | Backward], prefetch: int, stay: Stay = Stay.USE,
+def _schedule(stages: Sequence[Stage], uses: Sequence[Use], prefetch: int, stay: Stay = Stay.USE,
               reduce_once: bool = False, lag: int = 0, offload: bool = False) -> Program:
     if lag not in (0, 1):
         raise ValueError(f"lag={lag}: a gather or reduce is started at once (0) or one use later (1)")
     by_name = {stage.name: stage for stage in stages}
-    reads = [by_name[u.stage].reads if isinstance(u, Forward) else by_name[u.stage].backward_reads for u in uses]
+    reads = [() if isinstance(u, Weights) else by_name[u.stage].reads if isinstance(u, Forward) else by_name[u.stage].backward_reads
+             for u in uses]
     gathers, frees = _residencies(reads, [use.micro_batch for use in uses], prefetch, stay)
     opens, last_gradient = _gradient_spans(by_name, uses, reduce_once)
     before, after = _travels(uses) if offload else ({}, {})
 
     program: list[Instruction] = []
-    in_flight: list[Reduce] = []
-    held: list[Reduce] = []  # of gradients that the last use completed
+    in_flight: list[tuple[int, Reduce]] = []  # with the number of the use that completed it
+    held: list[tuple[int, Reduce]] = []  # of gradients that the last use completed
     for now, use in enumerate(uses):
         starting = gathers.get(now, ())
         early = [gather for gather in starting if lag and gather.unit not in reads[now]]  # behind this use, not before it
         program += [gather for gather in starting if gather not in early]
-        if not lag or any(reduce.unit in opens.get(now, ()) for reduce in held):
-            program += held
+        if not lag or any(reduce.unit in opens.get(now, ()) for _, reduce in held):
+            program += [reduce for _, reduce in held]
             in_flight, held = in_flight + held, []
-        # Where a gradient buffer is needed only one other reduce may be under way, and none of the same unit.
-        while opens.get(now) and in_flight and (len(in_flight) > 1 or in_flight[0].unit in opens[now]):
-            done = in_flight.pop(0)
+        # Where gradient buffers are needed others may be taken by one stage alone: by its reduces under way, of no unit that
+        # is needed, or by what it has left for later.
+        left, newest = now > 0 and getattr(uses[now - 1], "inputs_only", False), in_flight[-1][0] if in_flight else now
+        while opens.get(now) and in_flight and (left or in_flight[0][0] < newest or in_flight[0][1].unit in opens[now]):
+            _, done = in_flight.pop(0)
             program.append(Finish(done.unit, done.micro_batch))
-        program += [*before.get(now, ()), use, *after.get(now, ()), *early, *held, *frees.get(now, ())]
+        program += [*before.get(now, ()), use, *after.get(now, ()), *early, *(reduce for _, reduce in held), *frees.get(now, ())]
         in_flight += held
-        held = [Reduce(unit, use.micro_batch) for unit in last_gradient.get(now, ())]
-    program += held
-    program += [Finish(reduce.unit, reduce.micro_batch) for reduce in in_flight + held]
+        held = [(now, Reduce(unit, use.micro_batch)) for unit in last_gradient.get(now, ())]
+    program += [reduce for _, reduce in held]
+    program += [Finish(reduce.unit, reduce.micro_batch) for _, reduce in in_flight + held]
     return tuple(program)
 
 
@@ -210,7 +230,7 @@ def _residencies(reads: Sequence[Sequence[str]], micro_batch: Sequence[int],
     return gathers, frees
 
 
-def _travels(uses: Sequence[Forward | Backward]) -> tuple[dict[int, list[Fetch]], dict[int, list[Offload | Release]]]:
+def _travels(uses: Sequence[Use]) -> tuple[dict[int, list[Fetch]], dict[int, list[Offload | Release]]]:
     """When what a forward keeps goes to the host and comes back: {use before which: copies}, {use after which: copies}.
 
     It leaves behind the use after its own and arrives during the use before its backward, so that either copy has a use to
@@ -228,13 +248,13 @@ def _travels(uses: Sequence[Forward | Backward]) -> tuple[dict[int, list[Fetch]]
     return before, after
 
 
-def _gradient_spans(stages: dict[str, Stage], uses: Sequence[Forward | Backward],
+def _gradient_spans(stages: dict[str, Stage], uses: Sequence[Use],
                     reduce_once: bool) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
     """Which units' gradient buffers open before a use, and which are complete after it."""
     first: dict[tuple[str, int], int] = {}
     last: dict[tuple[str, int], int] = {}
     for now, use in enumerate(uses):
-        if isinstance(use, Backward):
+        if isinstance(use, Backward | Weights):
             for unit in stages[use.stage].gradients:
                 span = unit, 0 if reduce_once else use.micro_batch
                 first.setdefault(span, now)

@@ -228,7 +228,9 @@ class Sharded:
         if micro_batches not in self._programs:
             o = self.options
             lag, offload = (0, False) if self.device.on_host else (1, o.offloads_activations)
-            program = (schedule.training_program(self.stages, micro_batches, o.prefetch, o.stay, o.reduce_once, lag, offload)
+            # It keeps a block's gradients longer. Where ranks share memory there are no messages to hide with that.
+            weights_last = self.mesh.world > 1 and not self.transport.in_place and not offload
+            program = (schedule.training_program(self.stages, micro_batches, o.prefetch, o.stay, o.reduce_once, lag, offload, weights_last)
                        if micro_batches else schedule.forward_program(self.stages, o.prefetch, lag))
             self._programs[micro_batches] = self.engine.prepare(program)
         return self._programs[micro_batches]

@@ -22,6 +22,7 @@ from mpshard.shard.schedule import (
     Stage,
     Stay,
     Step,
+    Weights,
     forward_program,
     full_slots,
     gradient_slots,
@@ -54,7 +55,7 @@ def test_the_walk_of_the_design():
         "Forward block0", "Free block0", "Gather head",
         "Forward block1", "Free block1",
         "Forward head", "Gather block1",
-        "Backward head", "Free head", "Reduce head", "Gather block0",
+        "Backward head", "Free head", "Gather block0", "Reduce head",
         "Backward block1", "Free block1", "Reduce block1",
         "Finish head",
         "Backward block0", "Free block0", "Reduce block0",
@@ -65,13 +66,45 @@ def test_the_walk_of_the_design():
     ]
 
 
+def test_the_walk_with_the_second_stages_weights_last():
+    """The first stage's reduce goes while they are made. Only in the step's last micro-batch: else the next forward hides it."""
+    program = training_program(stages(2), micro_batches=1, prefetch=1, weights_last=True)
+    assert words(program)[words(program).index("Backward block1"):] == [
+        "Backward block1", "Free block1", "Reduce block1",
+        "Finish head",
+        "Backward block0", "Free block0",
+        "Finish block1",
+        "Backward embed", "Reduce embed",
+        "Weights block0", "Reduce block0",
+        "Finish embed", "Finish block0",
+        "Step",
+    ]
+    assert [i for i in program if isinstance(i, Backward) and i.inputs_only] == [Backward("block0", 0, inputs_only=True)]
+    twice = training_program(stages(2), micro_batches=2, prefetch=1, weights_last=True)
+    assert [i for i in twice if isinstance(i, Weights)] == [Weights("block0", 1)]
+
+
+@pytest.mark.parametrize("chain", [stages(0), stages(1)[1:], [replace(stage, gradients=("all",)) for stage in stages(2)],
+                                   [replace(stages(1)[0], gradients=()), *stages(1)[1:]]])
+def test_weights_are_not_left_where_nothing_comes_after_them(chain):
+    """Too few stages that learn, or one unit for the first two."""
+    assert not any(isinstance(i, Weights) for i in training_program(chain, 2, 1, weights_last=True))
+
+
+def test_reduces_of_a_stage_with_several_units_go_together():
+    two = [Stage(f"s{i}", (f"a{i}", f"b{i}"), (f"a{i}", f"b{i}"), (f"a{i}", f"b{i}")) for i in range(3)]
+    backward = words(training_program(two, 1, 1))
+    assert backward[backward.index("Backward s1") - 2:backward.index("Backward s0")] == [
+        "Reduce a2", "Reduce b2", "Backward s1", "Free a1", "Free b1", "Reduce a1", "Reduce b1", "Finish a2", "Finish b2"]
+
+
 def test_without_prefetch_one_unit_at_a_time():
     assert words(training_program(stages(1), micro_batches=1, prefetch=0)) == [
         "Gather embed", "Forward embed", "Free embed",
         "Gather block0", "Forward block0", "Free block0",
         "Gather head", "Forward head",
-        "Backward head", "Free head", "Reduce head",
-        "Gather block0", "Backward block0", "Free block0", "Reduce block0",
+        "Backward head", "Free head",
+        "Gather block0", "Reduce head", "Backward block0", "Free block0", "Reduce block0",
         "Finish head",
         "Backward embed", "Reduce embed",
         "Finish block0", "Finish embed",
@@ -186,19 +219,20 @@ def test_at_most_prefetch_plus_one_stages_units_are_resident(case):
         assert len(resident) <= prefetch + 1
 
 
-@given(programs)
-def test_each_gradient_is_reduced_once_and_its_buffer_reopens_only_after(case):
+@given(programs, st.booleans())
+def test_each_gradient_is_reduced_once_and_its_buffer_reopens_only_after(case, weights_last):
     chain, micro_batches, prefetch = case
     by_name = {stage.name: stage for stage in chain}
     last = {(unit, mb): stage.name for mb in range(micro_batches) for stage in reversed(chain) for unit in stage.gradients}
     state: dict[str, str] = {}  # unit: open (backward writes) or reducing
     reduced, peak = Counter(), 0
-    for instruction in training_program(chain, micro_batches, prefetch):
+    for instruction in training_program(chain, micro_batches, prefetch, weights_last=weights_last):
         match instruction:
-            case Backward(stage, mb):
+            case Backward(stage, mb) | Weights(stage, mb):
                 for unit in by_name[stage].gradients:
                     assert state.setdefault(unit, "open") == "open"
-                done = {(unit, mb) for unit in by_name[stage].gradients if last[unit, mb] == stage}
+                left = isinstance(instruction, Backward) and instruction.inputs_only
+                done = {(unit, mb) for unit in by_name[stage].gradients if last[unit, mb] == stage and not left}
                 peak = max(peak, list(state.values()).count("reducing"))
             case Reduce(unit, mb):
                 assert state[unit] == "open" and (unit, mb) in done
@@ -212,12 +246,12 @@ def test_each_gradient_is_reduced_once_and_its_buffer_reopens_only_after(case):
         assert peak <= 1  # while backward runs: a bounded number of gradient buffers whatever the depth
 
 
-@given(programs, st.randoms(use_true_random=False))
-def test_slots_never_serve_two_at_a_time_and_are_large_enough(case, random):
+@given(programs, st.randoms(use_true_random=False), st.booleans())
+def test_slots_never_serve_two_at_a_time_and_are_large_enough(case, random, weights_last):
     chain, micro_batches, prefetch = case
     sizes = {stage.name.replace("s", "u"): random.randrange(0, 100) for stage in chain}
     by_name = {stage.name: stage for stage in chain}
-    program = training_program(chain, micro_batches, prefetch)
+    program = training_program(chain, micro_batches, prefetch, weights_last=weights_last)
     full, gradients = full_slots(program, sizes), gradient_slots(program, chain, sizes)
     in_full: dict[int, str] = {}
     in_gradients: dict[int, tuple[str, int]] = {}
@@ -229,7 +263,7 @@ def test_slots_never_serve_two_at_a_time_and_are_large_enough(case, random):
                 in_full[slot] = unit
             case Free(unit):
                 in_full = {slot: other for slot, other in in_full.items() if other != unit}
-            case Backward(stage, mb):
+            case Backward(stage, mb) | Weights(stage, mb):
                 for unit in by_name[stage].gradients:
                     slot = gradients.taken[unit, mb]
                     assert in_gradients.setdefault(slot, (unit, mb)) == (unit, mb) and gradients.sizes[slot] >= sizes[unit]
