@@ -8,6 +8,7 @@ from mpshard.nn.module import Model
 from mpshard.shard.options import Options, recomputed
 from mpshard.shard.precision import DTYPES
 
+GPU_LOGITS = 256 << 20  # bytes of the chunk of logits that exists at a time on a GPU, at most, in float32: see cupy_device
 AT_A_TIME = 4  # blocks whose activations are on a GPU that offloads them: one leaves, one computes, one comes, and the last one
 
 
@@ -37,5 +38,8 @@ def activation_bytes(model: Model, options: Options, tokens: int, on_host: bool 
     present = 1.0 if on_host or not options.offloads_activations else min(1.0, AT_A_TIME / blocks)
     per_token = present * ((blocks - again) * kept + again * c.d_model) + (whole if again else 0) + in_backward + 2 * c.d_model
     itemsize = DTYPES[options.precision.master if on_host else options.precision.param].itemsize
-    logits = c.vocab_size * chunk_tokens(tokens, c.vocab_size, c.d_model, itemsize)
-    return round(itemsize * (tokens * per_token + logits))
+    if on_host:
+        logits = c.vocab_size * chunk_tokens(tokens, c.vocab_size, c.d_model, itemsize) * itemsize
+    else:  # and their gradients, where these are shorter
+        logits = c.vocab_size * max(1, min(tokens, GPU_LOGITS // (4 * c.vocab_size))) * (4 + (itemsize if itemsize < 4 else 0))
+    return round(itemsize * tokens * per_token + logits)

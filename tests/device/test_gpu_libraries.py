@@ -174,7 +174,7 @@ def test_a_library_that_is_not_right_is_left_alone(plain, monkeypatch, wrong):
         monkeypatch.setattr(lazy_nvidia.pygraph, "build", lambda *args: (_ for _ in ()).throw(lazy_nvidia.cudnnGraphNotSupportedError()))
     (reason,) = gpu_libraries(plain, list)
     assert {"scale": "computes something else", "lse": "computes something else", "raises": "ZeroDivisionError division by zero",
-            "no plan": "has no attention for 70 positions"}[wrong] in reason
+            "no plan": "has no attention for 128 positions"}[wrong] in reason
     assert plain.attention_library is None and plain.product_library is not None and "\n" not in reason
     plain.product_library = None
 

@@ -88,3 +88,10 @@ def test_no_matrix_of_tokens_times_vocabulary(device, random):
     x, table = (random.standard_normal(shape).astype(np.float32) for shape in ((n, d), (v, d)))
     device.cross_entropy(x, table, random.integers(0, v, n), IGNORE, 1.0, np.empty_like(table), False, True)
     assert device.memory.peak() < n * v * 4 / 5
+
+
+def test_chunks_are_even_and_tall_enough():
+    """As many tokens as fit the bytes, but of a large table at least 256; never a last chunk of a few."""
+    sizes = {(2048, 8192, 512): 512, (512, 49152, 576): 256, (514, 49152, 576): 172, (5, 49152, 576): 5, (0, 49152, 576): 0,
+             (4096, 1 << 20, 64): 32}  # of a table with short rows no more than half of it
+    assert {case: numpy_loss.chunk_tokens(*case, itemsize=4) for case in sizes} == sizes
