@@ -113,7 +113,7 @@ def test_nothing_runs_backward_before_the_first_that_learns(comm):
     assert [i.stage for i in program if isinstance(i, Backward)] == ["head", "layers.2", "layers.1"]
     products = sharded.device.matmul
     calls = []
-    sharded.device.matmul = lambda a, b, out=None, accumulate=False: (calls.append(out is None), products(a, b, out, accumulate))[1]
+    sharded.device.matmul = lambda a, b, out=None, **more: (calls.append(out is None), products(a, b, out, **more))[1]
     sharded.engine.poll = lambda: None
     sharded.step(deal(*(part[:comm.size] for part in batch(0)), 1, comm.rank, comm.size))
     # Forward 4 products of each block. Backward of layers.2 4, for inputs alone; of layers.1 3 for inputs (not that of its
