@@ -318,8 +318,9 @@ def residual_backward(tape: Tape, dy: Array, x: Tensor, branch: Tensor, probabil
     # the branch's rules for later would read what has been added since.
     branch.accumulate(dy if key is None else tape.device.dropout(dy, probability, key), tape.device)
     if tape.later is not None:
-        dy, branch_dy = tape.device.empty(dy.shape, dy.dtype), dy
-        dy[...] = branch_dy
+        own = tape.device.empty(dy.shape, dy.dtype)
+        own[...] = dy
+        dy = own
     x.accumulate(dy, tape.device)
 
 

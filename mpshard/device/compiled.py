@@ -154,8 +154,8 @@ class CompiledDevice(NumpyDevice):
         if out is None:
             out, accumulate = self.empty((m, n), a.dtype), False
         steps = [tuple(step // 4 for step in x.strides) for x in (a, b, out)]
-        odd = k == 0 or accumulate or not bias.flags.c_contiguous or bias.dtype != FLOAT32 if bias is not None else False
-        if odd or 1 not in steps[0] or 1 not in steps[1] or steps[2][1] != 1 or out.dtype != FLOAT32:
+        starts = bias is None or (k > 0 and not accumulate and bias.flags.c_contiguous and bias.dtype == FLOAT32)
+        if not starts or 1 not in steps[0] or 1 not in steps[1] or steps[2][1] != 1 or out.dtype != FLOAT32:
             return super().matmul(a, b, out, accumulate, bias)
         scratch = self.empty(self.run("product_scratch", n, chosen=self.products), FLOAT32)
         self.run("product", m, n, k, a, *steps[0], b, *steps[1], bias, out, steps[2][0], accumulate, scratch, chosen=self.products)

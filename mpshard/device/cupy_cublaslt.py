@@ -7,13 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from cupy_backends.cuda.libs import cublas
 from nvmath.bindings import cublasLt
 
 from mpshard.device.base import Array
 from mpshard.device.cupy_memory import CupyMemory
+from mpshard.device.cupy_source import CUDA_TYPES
 
-COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77  # cublasComputeType_t
-TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
 WORKSPACE = 32 << 20  # bytes, at most: what NVIDIA advises for Hopper
 
 
@@ -26,8 +26,9 @@ class Product:
 
     def __init__(self, handle: int, m: int, n: int, k: int, a: tuple[int, int], b: tuple[int, int], dtype: str, tf32: bool,
                  alignments: tuple[int, int]) -> None:
-        kind, self.n = TYPES[dtype], n
-        self.description = cublasLt.matmul_desc_create(COMPUTE_32F_FAST_TF32 if tf32 else COMPUTE_32F, TYPES["float32"])
+        kind = CUDA_TYPES[dtype]
+        self.description = cublasLt.matmul_desc_create(
+            cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if tf32 else cublas.CUBLAS_COMPUTE_32F, CUDA_TYPES["float32"])
         attribute = cublasLt.MatmulDescAttribute
         for name, value in ((attribute.TRANSA, b[0]), (attribute.TRANSB, a[0]), (attribute.EPILOGUE, cublasLt.Epilogue.BIAS),
                             (attribute.BIAS_DATA_TYPE, kind)):
@@ -78,7 +79,7 @@ class Products:
         False if cuBLASLt cannot do it, and nothing was done.
         """
         (m, k), n, dtype = a.shape, b.shape[1], a.dtype.name
-        if len({x.dtype.name for x in (a, b, bias, out)}) > 1 or dtype not in TYPES or 0 in (m, n, k) or bias.data.ptr % 16:
+        if len({x.dtype for x in (a, b, bias, out)}) > 1 or dtype == "float64" or 0 in (m, n, k) or bias.data.ptr % 16:
             return False
         alignments = _alignment(a), _alignment(b)
         key = (m, n, k, turned_a, turned_b, dtype, tf32 and dtype == "float32", alignments)

@@ -21,14 +21,12 @@ from cupy_backends.cuda.libs import cublas
 from mpshard.device.base import Array
 from mpshard.device.cupy_attention import AttentionKernels
 from mpshard.device.cupy_memory import CupyMemory
+from mpshard.device.cupy_source import CUDA_TYPES
 from mpshard.device.numpy_random import spread_key
 
 LOGIT_BYTES = 256 << 20  # of one chunk of logits
 SUM_LINES = 128  # partial sums of a column, at most
 SUM_BLOCKS = 1024  # partial sums of a flat array
-
-# cudaDataType of each dtype (library_types.h), for cuBLAS.
-_CUDA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 
 
 class CupyDevice(AttentionKernels, CupyMemory):
@@ -85,7 +83,7 @@ class CupyDevice(AttentionKernels, CupyMemory):
             arithmetic = cublas.CUBLAS_COMPUTE_32F_FAST_TF32
         else:
             arithmetic = cublas.CUBLAS_COMPUTE_32F
-        type_a, type_b, type_out = (_CUDA_TYPES[array.dtype.name] for array in (a, b, out))
+        type_a, type_b, type_out = (CUDA_TYPES[array.dtype.name] for array in (a, b, out))
         cublas.gemmEx(
             self._handle, turn_b, turn_a, n, m, k, one, b.data.ptr, type_b, step_b, a.data.ptr, type_a, step_a,
             one if accumulate else zero, out.data.ptr, type_out, n, arithmetic, cublas.CUBLAS_GEMM_DEFAULT)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -175,21 +175,28 @@ MODULES: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def installed() -> Iterator[None]:
-    """While this is open, `import cupy` finds the stand-in, and modules that use it are imported afresh."""
-    ours = [name for name in sys.modules if name.startswith(("cupy", "mpshard.device.cupy_")) and "source" not in name]
-    kept = {name: sys.modules.pop(name) for name in ours}
-    for name, content in MODULES.items():
+def instead(modules: dict[str, dict[str, Any]], ours: Callable[[str], bool]) -> Iterator[None]:
+    """While this is open, modules are made of `modules`, and those whose names are `ours`, theirs and their users', are
+    imported afresh."""
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if ours(name)}
+    for name, content in modules.items():
         module = sys.modules[name] = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
         module.__dict__.update(content)
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)
-    CLOCK.__init__()  # type: ignore[misc]
     try:
         yield
     finally:
-        for name in [name for name in sys.modules if name.startswith(("cupy", "mpshard.device.cupy_")) and "source" not in name]:
+        for name in [name for name in sys.modules if ours(name)]:
             del sys.modules[name]
         sys.modules.update(kept)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """While this is open, `import cupy` finds the stand-in."""
+    with instead(MODULES, lambda name: name.startswith(("cupy", "mpshard.device.cupy_")) and "source" not in name):
+        CLOCK.__init__()  # type: ignore[misc]
+        yield

@@ -6,13 +6,11 @@ stream that they are told, and as strict. Where a matrix lies they know, like th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from importlib.machinery import ModuleSpec
 from itertools import count
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +18,7 @@ import numpy as np
 
 from mpshard.device.numpy_device import NumpyDevice
 from tests.device.lazy_arrays import CLOCK, Range, Stream, at
+from tests.device.lazy_cupy import _CUDA_TYPES, instead
 
 EXACT = NumpyDevice()
 WIDEST = 128  # elements of a head that cuDNN takes
@@ -194,7 +193,6 @@ class MatmulHeuristicResult:
 _NUMBERS = count(1)
 _OBJECTS: dict[int, dict[Any, Any]] = {}
 _RESULTS: dict[int, MatmulHeuristicResult] = {}
-_KINDS = {0: np.dtype(np.float32), 2: np.dtype(np.float16), 14: np.dtype(ml_dtypes.bfloat16)}
 
 
 def _made(**values: Any) -> int:
@@ -227,7 +225,7 @@ def matmul_desc_set_attribute(matmul_desc: int, attr: int, buf: int, size_in_byt
 
 def matrix_layout_create(type: int, rows: int, cols: int, ld: int) -> int:
     assert ld >= rows
-    return _made(kind=_KINDS[type], rows=rows, cols=cols, ld=ld)
+    return _made(kind=np.dtype(_CUDA_TYPES[type]), rows=rows, cols=cols, ld=ld)
 
 
 def matmul_preference_create() -> int:
@@ -288,25 +286,12 @@ MODULES: dict[str, dict[str, Any]] = {
         matmul_desc_create, matmul_desc_set_attribute, matrix_layout_create, matmul_preference_create, matmul_preference_set_attribute,
         matmul_preference_destroy, matmul_algo_get_heuristic, matmul)},
 }
-USERS = ("mpshard.device.cupy_cudnn", "mpshard.device.cupy_cublaslt")
 
 
 @contextmanager
 def installed() -> Iterator[None]:
     """While this is open, inside `lazy_cupy.installed()`, the libraries are found."""
-    ours = [name for name in sys.modules if name.split(".")[0] in ("cudnn", "nvmath") or name in USERS]
-    kept = {name: sys.modules.pop(name) for name in ours}
-    for name, content in MODULES.items():
-        module = sys.modules[name] = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-        module.__dict__.update(content)
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+    users = "mpshard.device.cupy_cudnn", "mpshard.device.cupy_cublaslt"
     calls.clear()
-    try:
+    with instead(MODULES, lambda name: name.split(".")[0] in ("cudnn", "nvmath") or name in users):
         yield
-    finally:
-        for name in (*MODULES, *USERS):
-            sys.modules.pop(name, None)
-        sys.modules.update(kept)
