@@ -10,7 +10,7 @@ from mpshard.optim import AdamW
 from tests import golden
 from tests.models_small import deal, golden_sharded
 
-RANKS = (1, 4)  # between them rank_engine compares with one rank
+RANKS = (1, 2, 3, 4)
 
 # Noise, not values: see the note in tests/golden/__init__.py.
 NOISE = {"gpt2": "attn.c_attn.bias", "llama": None, "llama_tied": "self_attn.k_proj.bias"}
