@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
-from hypothesis import settings
 
-# Hypothesis's deadline is an assertion on the clock: it fails on a busy machine.
-settings.register_profile("mpshard", deadline=None)
-settings.load_profile("mpshard")
+from tests.launch import TOKEN
+
+if TOKEN not in os.environ:  # in ranks nobody uses it, and it takes a while to import
+    from hypothesis import settings
+
+    # Hypothesis's deadline is an assertion on the clock: it fails on a busy machine.
+    settings.register_profile("mpshard", deadline=None)
+    settings.load_profile("mpshard")
 
 # A shell's background job is started with interrupts ignored, and so would be all that it starts: the tests send some.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -27,9 +27,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TIMED_OUT = 124  # the exit status that coreutils' `timeout` gives
 
-_TOKEN = "MPSHARD_TEST_LAUNCH"
+TOKEN = "MPSHARD_TEST_LAUNCH"
 # What launchers tell their ranks. A job started from inside a job must not see it: it would join the outer one.
-_LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "HYDI_", "MPI_", "SLURM_", _TOKEN)
+_LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "HYDI_", "MPI_", "SLURM_", TOKEN)
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 # One core a rank: more threads than cores make every test slower and say nothing more.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -118,8 +118,10 @@ def launch(
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",  # a rank that is killed has still said what it said
         "PYTHONFAULTHANDLER": "1",
+        "PYTHONDONTWRITEBYTECODE": "",  # hundreds of ranks read the same sources
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # of pytest in the ranks: plugins nobody there uses, most of its start
         "TMPDIR": str(folder),  # the launcher's sessions and pytest's temporary folders go when the job goes
-        _TOKEN: token,
+        TOKEN: token,
         **(env or {}),
     }
     segments = _segments()
@@ -158,7 +160,7 @@ def _processes(token: str) -> list[tuple[int, bool]]:
             except OSError:
                 continue  # gone, or somebody else's
             variables = environ.split(b"\0")
-            if f"{_TOKEN}={token}".encode() in variables:
+            if f"{TOKEN}={token}".encode() in variables:
                 names = {variable.partition(b"=")[0].decode(errors="replace") for variable in variables}
                 found.append((int(entry.name), not names.isdisjoint(_RANK_VARIABLES)))
     return found

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cluster.conftest import Hosts
 from tests.cluster.test_slurm import TRAIN, folder, losses, undisturbed, wait_for  # noqa: F401 - fixtures
-from tests.launch import _ONE_THREAD, _OPEN_MPI, _TOKEN, ROOT, _end, clean_env, is_open_mpi
+from tests.launch import _ONE_THREAD, _OPEN_MPI, TOKEN, ROOT, _end, clean_env, is_open_mpi
 
 pytestmark = [pytest.mark.mpi, pytest.mark.cluster]
 LONG = [*TRAIN, "train.steps=100000"]
@@ -28,7 +28,7 @@ class Job:
         policy = {name: value for name, value in _OPEN_MPI.items() if name != "PRTE_MCA_rmaps_default_mapping_policy"}
         env = clean_env(_ONE_THREAD | (policy if is_open_mpi() else {})) | hosts.env | {
             # Hosts count their processes from 1 and share /tmp: Open MPI's folders there, named after them, would collide.
-            "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), _TOKEN: self.token}
+            "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), TOKEN: self.token}
         command = [sys.executable, "-m", "mpshard", "launch", "-n", "4", "--hosts", "h0:2,h1:2", "--", "train", *train]
         self.output = self.log.open("wb")
         self.process = subprocess.Popen(hosts.inside("h0", *command), cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=self.output,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import _ONE_THREAD, _TOKEN, ROOT, _end, _processes, clean_env
+from tests.launch import _ONE_THREAD, TOKEN, ROOT, _end, _processes, clean_env
 
 pytestmark = pytest.mark.mpi
 
@@ -44,7 +44,7 @@ class Run:
 def run(folder: Path, name: str, draw: random.Random | None = None, horizon: float = 0.0) -> Run:
     """Train to the end with `mpshard launch`, started again where it says so; kill ranks at moments up to `horizon` seconds."""
     token = uuid.uuid4().hex
-    env = clean_env(_ONE_THREAD) | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), _TOKEN: token}
+    env = clean_env(_ONE_THREAD) | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), TOKEN: token}
     command = [sys.executable, "-m", "mpshard", "launch", "-n", str(RANKS), "--max-restarts", "5", "--", "train", "empty.toml", *SETTINGS,
                f"run.dir={name}", "run.resume=auto"]
     moments = sorted(draw.uniform(0, horizon) for _ in range(KILLS)) if draw else []
