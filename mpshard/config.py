@@ -175,6 +175,10 @@ class ShardConfig:
     )
     deterministic: bool = key(False, "the same bits on 1, 2, 4, 8 ranks; needs a power of two, costs an ordered reduce")
     reduce: Literal["mpi", "alltoall"] = key("mpi", "reduce-scatter by MPI, or all-to-all and a sum in rank order")
+    embedding: Literal["auto", "whole", "rows"] = key(
+        "auto", "what travels of a table of embeddings: all of it, or the rows that a micro-batch's tokens name and their gradients; "
+        "auto = rows where messages go to other nodes and no head reads the table"
+    )
     transport: Literal["auto", "mpi", "shm", "staged"] = key(
         "auto", "how a unit travels: as messages, in memory that the ranks of a node share, or from a GPU through pinned memory"
     )

@@ -50,10 +50,10 @@ def build_sharded(config: Config, comm: MPI.Comm) -> Sharded:
     sharded = shard(
         model, comm, strategy=c.shard.strategy, prefetch=c.shard.prefetch, reshard_after_forward=c.shard.reshard_after_forward,
         unit=c.shard.unit, accumulate=c.shard.accumulate, deterministic=c.shard.deterministic, dp_shard=c.mesh.dp_shard,
-        dp_replicate=c.mesh.dp_replicate, reduce=c.shard.reduce, transport=c.shard.transport, progress=c.shard.progress,
-        recompute=c.train.recompute, offload=c.shard.offload, device=c.run.device, seed=c.train.seed, ignore_index=c.data.ignore_index,
-        precision=Precision(c.precision.param, c.precision.gather.removeprefix("param"), c.precision.reduce, tf32=c.precision.tf32),
-        cuda_aware=c.run.cuda_aware, kernels=c.run.kernels)
+        dp_replicate=c.mesh.dp_replicate, reduce=c.shard.reduce, embedding=c.shard.embedding, transport=c.shard.transport,
+        progress=c.shard.progress, recompute=c.train.recompute, offload=c.shard.offload, device=c.run.device, seed=c.train.seed,
+        ignore_index=c.data.ignore_index, cuda_aware=c.run.cuda_aware, kernels=c.run.kernels,
+        precision=Precision(c.precision.param, c.precision.gather.removeprefix("param"), c.precision.reduce, tf32=c.precision.tf32))
     for store in stores:
         load_weights(sharded, store)
     set_blas_threads(sharded.mesh.cores)

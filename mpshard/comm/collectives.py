@@ -293,6 +293,13 @@ def all_to_all(comm: MPI.Comm, send: Array, recv: Array) -> Operation:
     yield comm.Ialltoall(message(send, comm.size), message(recv, comm.size))
 
 
+def all_to_all_uneven(comm: MPI.Comm, send: Array, sizes: Sequence[int], recv: Array, came: Sequence[int]) -> Operation:
+    """The next sizes[r] elements of send to rank r; of recv (sum of `came`) the next came[r] came from rank r. Section 6.8."""
+    words = [array if array.dtype.kind in "iuf" else array.view(np.dtype(f"u{array.dtype.itemsize}")) for array in (send, recv)]
+    datatype = MPI.Datatype.fromcode(words[0].dtype.char)
+    yield comm.Ialltoallv([words[0], list(sizes), datatype], [words[1], list(came), datatype])
+
+
 def sum_everywhere(comm: MPI.Comm, send: Array, recv: Array) -> Operation:
     """The sum over ranks of send (n,) to recv (n,) on every rank, in an order MPI chooses. Section 6.9.1."""
     yield comm.Iallreduce(send, recv, op=MPI.SUM)

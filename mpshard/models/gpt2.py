@@ -41,6 +41,7 @@ class Embedding(Module):
         self.dropout = config.dropout
         self.tokens = Parameter("transformer.wte.weight", (config.vocab_size, config.d_model), Normal(0.02))
         self.positions = Parameter("transformer.wpe.weight", (config.max_seq_len, config.d_model), Normal(0.01))
+        self.looked_up = self.tokens
         self.parameters = [self.tokens, self.positions]
 
     def forward(self, tape: Tape, x: None, batch: MicroBatch) -> Tensor:

@@ -110,6 +110,7 @@ class Embedding(Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         self.tokens = Parameter("model.embed_tokens.weight", (config.vocab_size, config.d_model), Normal(0.02))
+        self.looked_up = self.tokens
         self.parameters = [self.tokens]
         self.dropout = config.dropout
 

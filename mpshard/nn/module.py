@@ -53,6 +53,7 @@ class Module:
     parameters: those it stores, in storage order; fused ones must follow each other.
     fused: views over neighbouring parameters that its forward uses in their place.
     borrowed: parameters it reads but another module stores (tied embeddings).
+    looked_up: a table (v, d) of which forward reads the rows that the micro-batch's ids name, and no others.
     backward_reads_weights: False lets the schedule leave out the gather before its backward.
     """
 
@@ -60,6 +61,7 @@ class Module:
     parameters: list[Parameter]
     fused: Sequence[Parameter] = ()
     borrowed: Sequence[Parameter] = ()
+    looked_up: Parameter | None = None
     backward_reads_weights = True
 
     def forward(self, tape: Tape, x: Any, batch: MicroBatch) -> Tensor:

@@ -11,8 +11,8 @@ import numpy as np
 from mpshard.config import ConfigError
 from mpshard.device.base import Kind
 from mpshard.nn.module import Model
-from mpshard.shard.grouping import group, stages_of
-from mpshard.shard.layout import Layout, Segment, lay_out
+from mpshard.shard.grouping import group, stages_of, tables_of
+from mpshard.shard.layout import Layout, Segment, Table, lay_out
 from mpshard.shard.options import Options
 from mpshard.shard.precision import DTYPES, Plain
 from mpshard.shard.schedule import (
@@ -24,6 +24,7 @@ from mpshard.shard.schedule import (
     forward_program,
     full_slots,
     gradient_slots,
+    served,
     training_program,
 )
 
@@ -35,7 +36,8 @@ class Plan:
     bytes: held through a run of steps, by kind; of gathered units and full gradients what the fixed buffers take.
         Staging and activations come on top (see `activation_bytes`); they come and go.
     gathers, reduces: collectives a step. bytes_gathered, bytes_reduced: what a rank must receive for gathers, and send
-        for reduces, a step: (ranks - 1) slices each.
+        for reduces, a step: (ranks - 1) slices each; of a table that travels by rows at most, which tokens are named twice
+        is not known here.
     """
 
     program: Program
@@ -79,19 +81,20 @@ def topology(options: Options, ranks: int, ranks_on_node: int = 0) -> Topology:
             raise ConfigError(f"mesh.dp_shard x mesh.dp_replicate does not multiply out to {ranks} ranks")
     if options.keep_ranks and (options.keep_ranks >= size or size % options.keep_ranks):
         raise ConfigError(f"shard.reshard_after_forward={options.keep_ranks} is no divisor of the {size} ranks of a unit, or all of them")
-    shares = options.transport == "shm" or (options.transport == "auto" and not options.keep_ranks and not (node == 1 and size > 1))
+    shares = options.transport == "shm" or not (options.wants_messages or (node == 1 and size > 1))
     return Topology(ranks, size, min(node, size), shares and not options.replicated)
 
 
 def plan(model: Model, options: Options, ranks: int, micro_batches: int = 1, *, rank: int = 0, ranks_on_node: int = 0,
          moments: int = 2, moment_dtype: Any = "float32", single: Container[str] = (), average: bool = False, evaluates: bool = False,
-         on_host: bool = True) -> Plan:
+         on_host: bool = True, tokens: int = 0) -> Plan:
     """Count a step of `micro_batches` on `rank` of `ranks`.
 
     moments: arrays that the optimizer keeps a parameter (AdamW 2, SGD with momentum 1), `moment_dtype` each; of those in
     `single` it keeps one (Muon's matrices). average: there is a running average of the weights.
     evaluates: the run also executes the forward program, whose buffers may be others. on_host: False for a GPU, whose
-    programs lag and which computes in 16 bits where weights arrive so.
+    programs lag and which computes in 16 bits where weights arrive so. tokens: of a micro-batch; 0: not known, it may name every
+    row of a table.
     """
     topo = topology(options, ranks, ranks_on_node)
     if not on_host:  # nobody shares a GPU's memory; a single rank's unit lies whole in its slice
@@ -119,9 +122,13 @@ def plan(model: Model, options: Options, ranks: int, micro_batches: int = 1, *, 
         Kind.GATHERED: count.full_buffers(largest_slots(gathered)) + sum(
             count.kept(layouts[name]) for name in {i.unit for i in program if isinstance(i, Free) and i.keep}),
         Kind.FULL_GRADIENT: sum(gradient_slots(program, stages, padded).sizes) * count.gradient}
-    gathers = [count.sent_by_gather(layouts[i.unit], i.kept) for i in program if isinstance(i, Gather)]
-    reduces = [layouts[i.unit] for i in program if isinstance(i, Reduce)]
-    reduced = sum(map(count.sent_by_reduce, reduces)) + sum(map(count.sent_to_replicas, learning.values()))
+    tables = {unit: layouts[unit].table(parameter.name, topo.group) for unit, parameter in tables_of(model, groups).items()
+              if tokens and options.sends_rows(on_host and not topo.shares_memory, topo.node < topo.group)}
+    serves, parts = served(program, stages), micro_batches if options.reduce_once else 1
+    gathers = [count.sent_by_gather(layouts[i.unit], i.kept, tables.get(i.unit), tokens * len(serves[index]))
+               for index, i in enumerate(program) if isinstance(i, Gather)]
+    reduces = [count.sent_by_reduce(layouts[i.unit], tables.get(i.unit), tokens * parts) for i in program if isinstance(i, Reduce)]
+    reduced = sum(reduces) + sum(map(count.sent_to_replicas, learning.values()))
     return Plan(program, held, len(gathers), len(reduces), sum(gathers), reduced)
 
 
@@ -174,12 +181,24 @@ class Count:
         words = [self.wire.size(size // slices) * slices * self.wire.dtype.itemsize // sharing for size in slots]
         return sum(slots) * self.full + (0 if in_place else sum(words))
 
-    def sent_by_gather(self, layout: Layout, kept: bool = False) -> int:
+    def sent_by_gather(self, layout: Layout, kept: bool = False, table: Table | None = None, tokens: int = 0) -> int:
         if kept:
             return (self.keep_ranks - 1) * self.kept(layout)
+        if table is not None:
+            asking = (self.topo.group - 1) * max(-(-len(table.whole(rank)) // 8) for rank in range(self.topo.group))
+            return asking + self._of_rows(table, tokens) * self.wire.dtype.itemsize
         return 0 if self.replicated else (self.topo.group - 1) * self.sent(layout)
 
-    def sent_by_reduce(self, layout: Layout) -> int:
+    def _of_rows(self, table: Table, tokens: int) -> int:
+        """Elements that at most come to the worst-placed rank when so many tokens name rows: all that is no row, and these."""
+        rows = [len(table.whole(rank)) for rank in range(self.topo.group)]
+        others = [(self.topo.group - 1) * table.slice_size - (sum(rows) - own) * table.width
+                  + min(tokens, sum(rows) - own) * table.width for own in rows]
+        return max(others)
+
+    def sent_by_reduce(self, layout: Layout, table: Table | None = None, tokens: int = 0) -> int:
+        if table is not None:
+            return self._of_rows(table, tokens) * self.reduced
         if self.replicated:  # a ring all-reduce
             return 2 * (self.topo.ranks - 1) * (layout.padded_size * self.reduced // self.topo.ranks)
         return layout.padded_size // self.topo.group * (self.topo.group - 1) * self.reduced

@@ -22,8 +22,8 @@ def options_of(config: Config) -> Options:
     """How `config` shards."""
     s, p = config.shard, config.precision
     return Options(s.strategy, s.prefetch, s.reshard_after_forward, s.unit, s.accumulate, s.deterministic, config.mesh.dp_shard,
-                   config.mesh.dp_replicate, s.reduce, s.transport, s.progress, config.train.recompute,
-                   s.offload, Precision(p.param, p.gather.removeprefix("param"), p.reduce))
+                   config.mesh.dp_replicate, s.reduce, s.embedding, s.transport, s.progress,
+                   config.train.recompute, s.offload, Precision(p.param, p.gather.removeprefix("param"), p.reduce))
 
 
 def plan_of(config: Config, ranks: int, ranks_on_node: int = 0, rank: int = 0) -> Plan:
@@ -31,7 +31,8 @@ def plan_of(config: Config, ranks: int, ranks_on_node: int = 0, rank: int = 0) -
     configuration.validate(config, ranks)
     t, model = config.train, models.model_of(config)
     return plan(model, options_of(config), ranks, t.global_batch_size // (t.micro_batch_size * ranks), rank=rank,
-                ranks_on_node=ranks_on_node, evaluates=config.data.eval != "none", on_host=_on_host(config), **_optimizer(config, model))
+                ranks_on_node=ranks_on_node, tokens=t.micro_batch_size * config.data.seq_len, evaluates=config.data.eval != "none",
+                on_host=_on_host(config), **_optimizer(config, model))
 
 
 def _on_host(config: Config) -> bool:

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full", prefetch: int = 1,
           reshard_after_forward: bool | int = True, unit: str | int | Sequence[str] = "block", accumulate: str = "auto",
           deterministic: bool = False, dp_shard: int = 0, dp_replicate: int = 0, reduce: str = "mpi",
-          transport: str = "auto", progress: str = "auto", recompute: str | int = "pointwise", offload: str = "none",
-          precision: Precision | None = None, device: Device | str = "numpy", seed: int = 0, ignore_index: int = -100,
-          ranks_on_node: int = 0, cuda_aware: str = "auto", kernels: str = "auto") -> Sharded:
+          embedding: str = "auto", transport: str = "auto", progress: str = "auto",
+          recompute: str | int = "pointwise", offload: str = "none", precision: Precision | None = None,
+          device: Device | str = "numpy", seed: int = 0, ignore_index: int = -100, ranks_on_node: int = 0,
+          cuda_aware: str = "auto", kernels: str = "auto") -> Sharded:
     """Cut a model into units over the ranks of `comm` and give each rank its slice, filled with initial values.
 
     Parameters
@@ -55,6 +56,8 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     dp_shard, dp_replicate: sizes for hybrid; 0: the ranks of a node, and as many groups as there are.
     reduce: of messages: "mpi", MPI's reduce-scatter; "alltoall", an all-to-all and a local sum in a fixed order. A
         GPU always does the second.
+    embedding: what travels of a table of embeddings that only lookups read: "whole", all of it; "rows", those that the
+        micro-batches' tokens name, and their gradients; "auto", rows where messages go to other nodes.
     transport: "mpi", plain messages; "shm", memory that the ranks of a node share; "auto", shm where it can be had. On a
         GPU: "mpi", messages from and to its memory; "staged", through pinned memory of the host; "auto", mpi if it can.
     progress: "poll" between kernels; "timer": also every 2 ms during them; "thread": one that runs the communication, for ranks
@@ -81,7 +84,7 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     ConfigError, on every rank, for a choice that is not known, cannot be combined or cannot be had here.
     """
     options = Options(strategy, prefetch, reshard_after_forward, unit, accumulate, deterministic, dp_shard, dp_replicate,
-                      reduce, transport, progress, recompute, offload, precision or Precision())
+                      reduce, embedding, transport, progress, recompute, offload, precision or Precision())
     comm = communication.world if comm is None else comm
     mesh = Mesh(comm, _group_size(options, comm, ranks_on_node))
     if deterministic and mesh.world & (mesh.world - 1):
@@ -103,7 +106,10 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
         mover = progress_for("poll", mesh.cores, mesh.world, mesh.ranks_on_node)  # the host is free while kernels run
         # It takes only the stores and slots that it makes.
         carrier = cast(Transport, device_transport(mesh.group, cast(Accelerator, opened), mover, transport, cuda_aware))
-    return Sharded(model, mesh, opened, carrier, mover, options, seed=seed, ignore_index=ignore_index)
+    # Counts of a message are 32 bits.
+    plain = isinstance(carrier, MessageTransport) and mesh.group.size > 1 and model.size < collectives.COUNT_LIMIT
+    by_rows = options.sends_rows(plain, (ranks_on_node or mesh.ranks_on_node) < mesh.group.size)
+    return Sharded(model, mesh, opened, carrier, mover, options, seed=seed, ignore_index=ignore_index, by_rows=by_rows)
 
 
 def _kernels(choice: str, comm: MPI.Comm) -> str:
@@ -149,6 +155,7 @@ def _check_for_device(options: Options) -> None:
     for key, value, wrong, remedy in (
             ("shard.strategy", options.strategy, ("none", "hybrid"), "full, grad_op or optim"),
             ("shard.transport", options.transport, ("shm",), "mpi or staged"),
+            ("shard.embedding", options.embedding, ("rows",), "whole"),
             ("shard.progress", options.progress, ("thread", "timer"), "poll: the host thread is free while kernels run"),
             ("precision.gather", options.precision.gather, ("fp8_e4m3",), "param")):
         if value in wrong:
@@ -181,7 +188,7 @@ def _transport(options: Options, model: Model, mesh: Mesh, node: int, device: De
     if options.replicated:
         return ReplicaTransport(mesh.comm, device, progress, ordered)
     apart = options.transport == "auto" and node == 1 and mesh.group.size > 1
-    if options.transport != "mpi" and not apart and not options.keep_ranks:
+    if not options.wants_messages and not apart:
         # Of shared memory a node needs the whole model once, and each rank's gradient buffers, of which the largest
         # unit counts; twice the model is more than that unless one unit is nearly all of it.
         problem = shared.fits(mesh.group, min(node, mesh.group.size), 2 * model.size * DTYPES[options.precision.master].itemsize)

@@ -64,9 +64,10 @@ class Counters:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A program and the buffer that serves each of its gathers and gradients."""
+    """A program, the micro-batches that each of its gathers serves, and the buffer of each gather and gradient."""
 
     program: Program
+    serves: Mapping[int, tuple[int, ...]]
     full: Slots
     gradients: Slots
 
@@ -152,7 +153,7 @@ class Engine:
     def prepare(self, program: Program) -> Prepared:
         """Choose the buffer of every gather and gradient of a program, once."""
         sizes = {name: unit.layout.padded_size for name, unit in self.units.items()}
-        return Prepared(program, schedule.full_slots(program, sizes),
+        return Prepared(program, schedule.served(program, self.stages.values()), schedule.full_slots(program, sizes),
                         schedule.gradient_slots(program, self.stages.values(), sizes))
 
     def run(self, prepared: Prepared, batches: Sequence[MicroBatch],
@@ -193,7 +194,8 @@ class Engine:
     def _gather(self, instruction: Gather) -> None:
         number = self.prepared.full.taken[self.index]
         self.units[instruction.unit].start_gather(self.full_of[number] if self.full_of else None,
-                                                  self.words_of[number] if self.words_of else None, instruction.kept)
+                                                  self.words_of[number] if self.words_of else None, instruction.kept,
+                                                  {mb: self.batches[mb].ids for mb in self.prepared.serves[self.index]})
 
     def _words(self, sizes: Sequence[int]) -> list[int]:
         """How many words of the travelling format slots of `sizes` elements need: the slices' words, end to end."""
@@ -299,7 +301,7 @@ class Engine:
         self.units[instruction.unit].free(instruction.keep)
 
     def _reduce(self, instruction: Reduce) -> None:
-        self.units[instruction.unit].gradients.start_reduce()
+        self.units[instruction.unit].gradients.start_reduce(instruction.micro_batch)
 
     def _finish(self, instruction: Finish) -> None:
         gradients = self.units[instruction.unit].gradients

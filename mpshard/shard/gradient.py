@@ -13,6 +13,7 @@ import numpy as np
 from mpshard.comm import collectives
 from mpshard.comm.collectives import Pending, Progress
 from mpshard.comm.mesh import Mesh
+from mpshard.comm.rows import RowMessages
 from mpshard.comm.transport import Slot, Transport
 from mpshard.device.base import Array, Device, Kind
 from mpshard.shard.grouping import Group
@@ -47,6 +48,7 @@ class UnitGradient:
         self.views = [(p, places[p.name].offset, p.size) for p in group.parameters]
         self.views += [(p, places[p.parts[0].name].offset, p.size) for p in group.fused]
         self.observer: Observer | None = None
+        self.rows: RowMessages | None = None  # where of a table only rows travel
         self.begin()
         self._slot: Slot | None = None
         self._full: Array | None = None
@@ -56,7 +58,9 @@ class UnitGradient:
 
     def begin(self) -> None:
         """A new step: what `shard` holds is the last step's."""
-        self.is_started = False
+        self.is_started, self.reduced = False, 0  # micro-batches reduced so far
+        if self.rows is not None:
+            self.rows.begin()
         self.partial: list[tuple[int, Array]] = []  # deterministic: (micro-batches summed, their sum), sizes falling
 
     @property
@@ -85,8 +89,9 @@ class UnitGradient:
         """Backward has issued what it adds to the buffer for now."""
         self._slot.written()
 
-    def start_reduce(self) -> None:
-        """Start summing over ranks. Parameters that backward did not reach count as zero."""
+    def start_reduce(self, micro_batch: int) -> None:
+        """Start summing over ranks what came since the last time, up to this micro-batch. Parameters that backward did not
+        reach count as zero."""
         full = self._full
         for parameter, offset, size in self.views:
             if not parameter.grad_started and not parameter.parts:
@@ -97,7 +102,11 @@ class UnitGradient:
         if self.deterministic:
             self._summed = self.device.empty(self.of_group.size, self.dtype, Kind.GRADIENT)
         out, accumulate = (self._summed, False) if self.deterministic else (self.of_group, self.is_started)
-        self._reduce = self.transport.reduce(self._slot, full.size, out, accumulate, self.travels_as)
+        since, self.reduced = range(self.reduced, micro_batch + 1), micro_batch + 1
+        if self.rows is not None and self.rows.knows(since):
+            self._reduce = self.rows.reduce(self._slot, full.size, out, accumulate, self.travels_as, since)
+        else:
+            self._reduce = self.transport.reduce(self._slot, full.size, out, accumulate, self.travels_as)
         self.is_started = True
 
     def finish(self) -> tuple[float, float]:

@@ -83,6 +83,40 @@ class Layout:
                 found.append(Segment(p.name, lo - p.offset, hi - p.offset, lo - first))
         return tuple(found)
 
+    def table(self, name: str, slices: int) -> Table:
+        """The matrix of this name, in a vector that is gathered in so many equal slices, a divisor of `world`."""
+        place = next(p for p in self.placements if p.name == name)
+        rows, width = place.shape
+        return Table(place.offset, rows, width, self.padded_size // slices)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A matrix inside a flat vector, and which of its rows lie whole in one of the vector's slices.
+
+    begin: its first element's place in the vector. rows, width: its shape. slice_size: elements of each slice.
+    """
+
+    begin: int
+    rows: int
+    width: int
+    slice_size: int
+
+    def whole(self, rank: int) -> range:
+        """The rows that lie whole in the slice of rank `rank`."""
+        start = rank * self.slice_size - self.begin
+        first = min(self.rows, max(0, -(-start // self.width)))
+        last = min(self.rows, (start + self.slice_size) // self.width)
+        return range(first, max(first, last))
+
+    def place(self, rank: int) -> slice:
+        """Where those rows lie in that slice; all else there is no row of the table, or parts of one."""
+        rows = self.whole(rank)
+        if not rows:
+            return slice(0, 0)
+        start = self.begin - rank * self.slice_size
+        return slice(start + rows.start * self.width, start + rows.stop * self.width)
+
 
 def lay_out(parameters: Sequence[tuple[str, tuple[int, ...]]], world: int, align: int = ALIGN) -> Layout:
     """Place (name, shape) pairs one after another. Names must differ; world >= 1."""

@@ -26,6 +26,7 @@ class Options:
     dp_shard: int = 0
     dp_replicate: int = 0
     reduce: str = "mpi"
+    embedding: str = "auto"
     transport: str = "auto"
     progress: str = "auto"
     recompute: str | int = "pointwise"
@@ -34,8 +35,9 @@ class Options:
 
     def __post_init__(self) -> None:
         for key, known in (("strategy", STRATEGIES), ("accumulate", ("auto", "sharded", "unsharded")),
-                           ("reduce", ("mpi", "alltoall")), ("transport", ("auto", "mpi", "shm", "staged")),
-                           ("progress", ("auto", "poll", "timer", "thread")), ("offload", ("none", "optimizer", "activations", "all"))):
+                           ("reduce", ("mpi", "alltoall")), ("embedding", ("auto", "whole", "rows")),
+                           ("transport", ("auto", "mpi", "shm", "staged")), ("progress", ("auto", "poll", "timer", "thread")),
+                           ("offload", ("none", "optimizer", "activations", "all"))):
             if getattr(self, key) not in known:
                 raise ConfigError(f'shard.{key}="{getattr(self, key)}" is not known; use {", ".join(known)}')
         if self.prefetch < 0:
@@ -52,6 +54,14 @@ class Options:
             raise ConfigError("shard.deterministic=true cannot be had with shard.strategy=hybrid, which sums group by group; use full")
         if self.strategy == "none" and self.transport == "shm":
             raise ConfigError("shard.transport=shm has no effect with shard.strategy=none; use auto")
+        if self.embedding == "rows":
+            for key, value, wrong, remedy in (
+                    ("shard.strategy", self.strategy, "none", "whole: nothing is gathered"),
+                    ("shard.transport", self.transport, "shm", "whole, or shard.transport=mpi: rows are messages"),
+                    ("shard.deterministic", str(self.deterministic).lower(), "true", "whole: gradients of rows are summed in rank order"),
+                    ("precision.gather", self.precision.gather, "fp8_e4m3", "whole: blocks with a scale are not rows")):
+                if value == wrong:
+                    raise ConfigError(f"shard.embedding=rows cannot be had with {key}={value}; use {remedy}")
         if type(self.reshard_after_forward) is int and self.reshard_after_forward < 2:
             raise ConfigError(f"shard.reshard_after_forward={self.reshard_after_forward}: a number of ranks must be at least 2; "
                               "use false to keep units on every rank")
@@ -70,6 +80,17 @@ class Options:
     def keep_ranks(self) -> int:
         """How many ranks hold a unit together between forward and backward; 0 where that is all or every single one."""
         return self.reshard_after_forward if type(self.reshard_after_forward) is int else 0
+
+    def sends_rows(self, messages: bool, apart: bool) -> bool:
+        """Whether of a table of embeddings only rows travel. messages: whether units do as messages between CPUs; apart: whether
+        these are of several nodes."""
+        can = messages and not self.replicated and not self.deterministic and not self.precision.gather
+        return can and (self.embedding == "rows" or (self.embedding == "auto" and apart))
+
+    @property
+    def wants_messages(self) -> bool:
+        """Whether units cannot lie in shared memory, transport "auto" or not."""
+        return self.transport in ("mpi", "staged") or bool(self.keep_ranks) or self.embedding == "rows"
 
     @property
     def offloads_optimizer(self) -> bool:

@@ -268,6 +268,20 @@ def _gradient_spans(stages: dict[str, Stage], uses: Sequence[Use],
     return opens, closes
 
 
+def served(program: Program, stages: Iterable[Stage]) -> dict[int, tuple[int, ...]]:
+    """Which micro-batches compute with what a gather brings: {index of the Gather: micro-batches}."""
+    reads = {stage.name: (stage.reads, stage.backward_reads) for stage in stages}
+    found: dict[int, dict[int, None]] = {}
+    opened: dict[str, int] = {}
+    for index, instruction in enumerate(program):
+        if isinstance(instruction, Gather):
+            opened[instruction.unit], found[index] = index, {}
+        elif isinstance(instruction, Forward | Backward):
+            for unit in reads[instruction.stage][isinstance(instruction, Backward)]:
+                found[opened[unit]][instruction.micro_batch] = None
+    return {index: tuple(micro_batches) for index, micro_batches in found.items()}
+
+
 # -- buffers ---------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Slots:

@@ -12,6 +12,7 @@ import numpy as np
 from mpshard.autograd.ops import Loss
 from mpshard.comm import collectives
 from mpshard.comm.mesh import Mesh
+from mpshard.comm.rows import RowMessages
 from mpshard.comm.transport import MessageTransport, Transport
 from mpshard.device.base import Array, Device
 from mpshard.device.lasting import visits
@@ -19,7 +20,7 @@ from mpshard.nn.init import fill
 from mpshard.nn.module import Cache, MicroBatch, Model
 from mpshard.shard import exact, schedule
 from mpshard.shard.engine import Counters, Engine, Prepared
-from mpshard.shard.grouping import group, stages_of
+from mpshard.shard.grouping import group, stages_of, tables_of
 from mpshard.shard.options import Options, recomputed
 from mpshard.shard.precision import LossScale
 from mpshard.shard.schedule import Program
@@ -61,7 +62,7 @@ class Sharded:
     """
 
     def __init__(self, model: Model, mesh: Mesh, device: Device, transport: Transport, progress: collectives.Progress,
-                 options: Options, *, seed: int, ignore_index: int) -> None:
+                 options: Options, *, seed: int, ignore_index: int, by_rows: bool = False) -> None:
         self.model, self.mesh, self.device, self.transport, self.progress = model, mesh, device, transport, progress
         self.options, self.seed, self.steps, self.ignore_index = options, seed, 0, ignore_index
         groups = group(model, options.unit)
@@ -70,6 +71,10 @@ class Sharded:
             g.name: Unit(g, mesh, transport, progress, device, options.precision,
                          replicated=options.replicated, deterministic=options.deterministic,
                          master_away=options.offloads_optimizer, neighbours=neighbours) for g in groups}
+        for name, table in tables_of(model, groups).items() if by_rows else ():
+            cut, ranks = self.units[name].layout.table(table.name, mesh.group.size), range(mesh.group.size)
+            self.units[name].travel_by_rows(RowMessages(cast(MessageTransport, transport), [cut.whole(r) for r in ranks],
+                                                        [cut.place(r) for r in ranks], cut.width))
         self.stages = stages_of(model, groups)
         self.engine = Engine(model.modules, self.stages, self.units, device, transport, progress.poll, neighbours)
         self.engine.recomputed = recomputed(model, options.recompute)

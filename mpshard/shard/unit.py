@@ -12,7 +12,7 @@ store is another array than the master, the master may live in the host's memory
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 
 import numpy as np
@@ -21,6 +21,7 @@ from mpshard.autograd.tensor import Parameter
 from mpshard.comm import collectives
 from mpshard.comm.collectives import Pending, Progress
 from mpshard.comm.mesh import Mesh
+from mpshard.comm.rows import RowMessages
 from mpshard.comm.transport import MessageTransport, Slot, Store, Transport
 from mpshard.device.base import Array, Device, Kind
 from mpshard.device.lasting import Lasting
@@ -70,6 +71,7 @@ class Unit:
                                       replicas=self.replicas, deterministic=deterministic) if group.trainable else None
         self.state, self.observer = State.SHARDED, None
         self.audit: Callable[[Unit, Array], None] | None = None  # sees the full vector before it is freed
+        self.rows: RowMessages | None = None
         places = {p.name: p for p in self.layout.placements}
         self.views = [(p, places[p.name].offset, p.size) for p in group.parameters]
         self.views += [(p, places[p.parts[0].name].offset, p.size) for p in group.fused]
@@ -130,15 +132,27 @@ class Unit:
         self.transport.bytes_gathered += words.nbytes - own.nbytes
         return self.progress.start(Pending(collectives.all_gather(self.mesh.replicas, own, words), words))
 
-    def start_gather(self, slot: Slot | None, words: Slot | None = None, kept: bool = False) -> None:
+    def travel_by_rows(self, rows: RowMessages) -> None:
+        """From now on gathers bring of a table the rows that they are asked for alone."""
+        self.rows = rows
+        if self.gradients is not None:
+            self.gradients.rows = rows
+
+    def start_gather(self, slot: Slot | None, words: Slot | None = None, kept: bool = False,
+                     ids: Mapping[int, Array] | None = None) -> None:
         """Start collecting the full vector; if `kept` from the neighbours, who have freed it so.
 
         slot: where it will be, at least padded_size elements; None if it can be read where the slices lie.
         words: where they are collected first, if they travel in another format and not in place.
+        ids: {micro-batch: tokens that will be looked up}, for a unit that can travel by rows; None: all rows are wanted.
         """
         self._expect(State.SHARDED, "gather")
         self.state, self._slots = State.GATHERING, (slot, words)
         place = slot if self.travels_as_it_is else words
+        if self.rows is not None and ids is not None and self.audit is None and not kept:
+            assert place is not None
+            self._gather = self.rows.gather(self.store, place, ids)
+            return
         if not kept:
             self._gather = self.transport.gather(self.store, place)
             return

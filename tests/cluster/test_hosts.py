@@ -14,7 +14,7 @@ import pytest
 
 from tests.cluster.conftest import Hosts
 from tests.cluster.test_slurm import TRAIN, folder, losses, undisturbed, wait_for  # noqa: F401 - fixtures
-from tests.launch import _ONE_THREAD, _OPEN_MPI, TOKEN, ROOT, _end, clean_env, is_open_mpi
+from tests.launch import _ONE_THREAD, _OPEN_MPI, ROOT, TOKEN, _end, clean_env, is_open_mpi
 
 pytestmark = [pytest.mark.mpi, pytest.mark.cluster]
 LONG = [*TRAIN, "train.steps=100000"]

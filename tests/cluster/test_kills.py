@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import _ONE_THREAD, TOKEN, ROOT, _end, _processes, clean_env
+from tests.launch import _ONE_THREAD, ROOT, TOKEN, _end, _processes, clean_env
 
 pytestmark = pytest.mark.mpi
 

@@ -83,3 +83,19 @@ def test_what_cannot_be_laid_out_is_refused():
         lay_out([], world=0)
     with pytest.raises(ValueError, match="two parameters of one name"):
         lay_out([("a", (1,)), ("a", (2,))], world=1)
+
+
+@given(st.integers(0, 20), st.tuples(st.integers(1, 30), st.integers(1, 9)), st.integers(0, 20), worlds, aligns)
+def test_rows_of_a_table_lie_whole_in_one_slice_or_are_shared(before, shape, after, world, align):
+    """Every row is one slice's at most, where `place` says, and a row that is nobody's crosses a border."""
+    layout = lay_out([("before", (before,)), ("table", shape), ("after", (after,))], world, align)
+    table, full = layout.table("table", world), np.arange(layout.padded_size)
+    rows = full[before:before + shape[0] * shape[1]].reshape(shape)
+    owner = np.full(shape[0], -1)
+    for rank in range(world):
+        whole, part = table.whole(rank), full[rank * layout.shard_size:(rank + 1) * layout.shard_size]
+        np.testing.assert_array_equal(part[table.place(rank)].reshape(-1, shape[1]), rows[whole.start:whole.stop])
+        assert (owner[whole.start:whole.stop] == -1).all()
+        owner[whole.start:whole.stop] = rank
+    for row in rows[owner == -1]:
+        assert row[0] // layout.shard_size != row[-1] // layout.shard_size

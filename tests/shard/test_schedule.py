@@ -26,6 +26,7 @@ from mpshard.shard.schedule import (
     forward_program,
     full_slots,
     gradient_slots,
+    served,
     training_program,
 )
 
@@ -194,6 +195,21 @@ def test_every_use_finds_its_units_gathered_and_nothing_stays(case):
                 case Backward(stage, _):
                     assert resident >= set(by_name[stage].backward_reads)
         assert not resident
+
+
+@given(programs)
+def test_a_gather_serves_the_micro_batches_that_compute_before_its_free(case):
+    chain, micro_batches, prefetch = case
+    by_name = {stage.name: stage for stage in chain}
+    for program in (training_program(chain, micro_batches, prefetch, Stay.MICRO_BATCH), forward_program(chain, prefetch)):
+        found = served(program, chain)
+        assert set(found) == {index for index, i in enumerate(program) if isinstance(i, Gather)}
+        for index, served_ones in found.items():
+            unit = program[index].unit
+            end = next(k for k in range(index, len(program)) if isinstance(program[k], Free) and program[k].unit == unit)
+            users = [i for i in program[index:end] if (isinstance(i, Forward) and unit in by_name[i.stage].reads)
+                     or (isinstance(i, Backward) and unit in by_name[i.stage].backward_reads)]
+            assert sorted(served_ones) == sorted({i.micro_batch for i in users})
 
 
 @given(programs)
