@@ -70,6 +70,18 @@ class Pending:
             self.then = None
         return self.result
 
+    def afterwards(self, work: Callable[[], None]) -> Pending:
+        """Let `wait` also do this, last."""
+        first = self.then
+
+        def both() -> None:
+            if first is not None:
+                first()
+            work()
+
+        self.then = both
+        return self
+
     @property
     def seconds(self) -> float:
         """Time in flight: from the start to the moment completion was seen."""

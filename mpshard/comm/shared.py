@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from mpshard.comm import collectives
 from mpshard.comm.collectives import Operation, Pending, Progress
-from mpshard.comm.transport import Slot, Store
+from mpshard.comm.transport import MessageTransport, Slot, Store, Transport
 from mpshard.device.base import Array, Device, Kind
 
 CHUNK = 64 << 20  # bytes of a window: windows are costly, so stores share them; untouched pages cost nothing
@@ -195,6 +195,12 @@ class SharedTransport:
         self.bytes_reduced += out.size * width * (self.comm.size - 1)
         step = self._sum_here if self.nodes == 1 else self._sum_across
         return self.progress.start(Pending(step(slot, out, accumulate), out), lane="reduce")
+
+    def among(self, comm: MPI.Comm) -> Transport:
+        return MessageTransport(comm, self.device, self.progress, ordered=True)
+
+    def holding(self, array: Array) -> Slot:
+        return Slot(array)
 
     def _round(self, values: Array, dtype: Any) -> None:
         """Round in place: nothing travels, but the sum must not depend on the transport."""

@@ -64,7 +64,7 @@ class DeviceTransport:
     name = "mpi"
 
     def __init__(self, comm: MPI.Comm, device: Accelerator, progress: Progress) -> None:
-        self.world, self.device, self.progress = comm.size, device, progress
+        self.comm, self.world, self.device, self.progress = comm, comm.size, device, progress
         self.gathers, self.reduces = comm.Dup(), comm.Dup()
         self.in_place = self.world == 1
         self.bytes_gathered = self.bytes_reduced = 0
@@ -75,6 +75,12 @@ class DeviceTransport:
 
     def slot(self, size: int, dtype: Any, kind: Kind) -> Slot:
         return DeviceSlot(self.device.empty(size, dtype, kind), self.device)
+
+    def among(self, comm: MPI.Comm) -> DeviceTransport:
+        return type(self)(comm, self.device, self.progress)
+
+    def holding(self, array: Array) -> Slot:
+        return DeviceSlot(array, self.device)
 
     # -- gather ------------------------------------------------------------------------------
     def gather(self, store: DeviceStore, slot: DeviceSlot | None) -> Pending:
@@ -138,6 +144,56 @@ class DeviceTransport:
                 self.device.wait(event)
 
         return wait
+
+
+class DeviceReplicas:
+    """Nothing is sharded, see `mpshard.comm.transport.ReplicaTransport`: gradients are summed everywhere, each rank one share.
+
+    messages: how they travel.
+    """
+
+    name = "replicas"
+    in_place = True
+
+    def __init__(self, messages: DeviceTransport) -> None:
+        self.messages, self.comm, self.world = messages, messages.comm, messages.world
+        self.device, self.progress = messages.device, messages.progress
+        self.store, self.slot, self.among, self.holding = messages.store, messages.slot, messages.among, messages.holding
+        self.bytes_gathered = self.bytes_reduced = 0
+
+    def gather(self, store: DeviceStore, slot: DeviceSlot | None) -> Pending:
+        return self.progress.start(Pending(collectives.nothing(), store.local))
+
+    def release(self, slot: DeviceSlot | None) -> None:
+        pass
+
+    def reduce(self, slot: DeviceSlot, size: int, out: Array, accumulate: bool, travels_as: Any = None) -> Pending:
+        if self.world == 1:
+            return self.messages.reduce(slot, size, out, accumulate, travels_as)
+        full, device, share = slot.array[:size], self.device, -(-size // self.world)
+        self.bytes_reduced += 2 * (self.world - 1) * (full.nbytes // self.world)
+        summed = device.empty(share * self.world, out.dtype, Kind.STAGING)
+        arrived: list[Event] = []
+
+        def take() -> None:
+            for event in arrived:
+                device.wait(event)
+            device.add(out, summed[:size]) if accumulate else device.cast(summed[:size], out)
+
+        return self.progress.start(Pending(self._sum_in_shares(full, share, summed, arrived), out, take), lane="reduce")
+
+    def _sum_in_shares(self, full: Array, share: int, summed: Array, arrived: list[Event]) -> Operation:
+        device, messages = self.device, self.messages
+        came: list[Event] = []
+        send, parts = (device.zeros(share * self.world, full.dtype, Kind.STAGING) for _ in range(2))
+        own = device.empty(share, summed.dtype, Kind.STAGING)
+        device.cast(full, send[: full.size])
+        written = device.record()  # and nobody uses what the others have held before
+        yield from messages._exchange(send, written, parts, written, came)
+        for event in came:
+            device.wait(event)
+        device.ordered_sum(parts.reshape(self.world, -1), own, False)
+        yield from messages._gather(own, device.record(), summed, written, arrived)
 
 
 class _Pinned:
@@ -210,19 +266,20 @@ def _done(event: Event) -> Callable[[], bool]:
 
 
 def device_transport(comm: MPI.Comm, device: Accelerator, progress: Progress, choice: str = "auto",
-                     cuda_aware: str = "auto") -> DeviceTransport:
-    """The transport for ranks whose units lie on devices. Collective.
+                     cuda_aware: str = "auto", group: MPI.Comm | None = None) -> DeviceTransport:
+    """The transport for ranks whose units lie on devices. Collective over `comm`, all ranks.
 
     choice: "mpi", "staged" or "auto", which is mpi where MPI takes device memory. cuda_aware: "yes", "no", or "auto": find
-    out, on the first rank, in processes of their own (some seconds).
+    out, on the first rank, in processes of their own (some seconds). group: the ranks of `comm` that gather a unit; None: all.
 
     Raises ConfigError, on every rank, for mpi where MPI does not take device memory.
     """
+    group = comm if group is None else group
     if comm.size == 1 or choice == "staged":
-        return (DeviceTransport if comm.size == 1 else StagedTransport)(comm, device, progress)
+        return (DeviceTransport if comm.size == 1 else StagedTransport)(group, device, progress)
     verdict = Verdict(cuda_aware == "yes", f"run.cuda_aware={cuda_aware}")
     if cuda_aware == "auto":
         verdict = comm.bcast(probe() if comm.rank == 0 else None)
     if choice == "mpi" and not verdict.aware:
         raise ConfigError(f"shard.transport=mpi cannot be used with run.device=cupy: {verdict.why}; use shard.transport=staged")
-    return (DeviceTransport if verdict.aware else StagedTransport)(comm, device, progress)
+    return (DeviceTransport if verdict.aware else StagedTransport)(group, device, progress)

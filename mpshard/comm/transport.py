@@ -46,12 +46,14 @@ class Slot:
 class Transport(Protocol):
     """Moves flat units between slices and full buffers. All ranks make the same calls in the same order.
 
+    comm: the ranks among which they move.
     in_place: a gather needs no slot, because the full unit lies together already.
     bytes_gathered, bytes_reduced: what this rank had to receive for gathers and to send for reduces so far, counted
         as (world - 1) slices each, whether as messages or through shared memory.
     """
 
     name: str
+    comm: MPI.Comm
     in_place: bool
     bytes_gathered: int
     bytes_reduced: int
@@ -74,6 +76,12 @@ class Transport(Protocol):
 
         travels_as: a shorter type that each addend is rounded to (the slot's content may be, too); None: as it is.
         """
+
+    def among(self, comm: MPI.Comm) -> Transport:
+        """Messages of the same kind among other ranks, which sum in rank order; collective over `comm`."""
+
+    def holding(self, array: Array) -> Slot:
+        """A slot of `among` that is memory at hand, from now on."""
 
 
 class MessageTransport:
@@ -125,6 +133,13 @@ class MessageTransport:
             collectives.reduce_scatter(self.comm, full, summed), out, then=lambda: device.add(out, summed)))
 
 
+    def among(self, comm: MPI.Comm) -> Transport:
+        return MessageTransport(comm, self.device, self.progress, ordered=True)
+
+    def holding(self, array: Array) -> Slot:
+        return Slot(array)
+
+
 class ReplicaTransport:
     """Nothing is sharded: every rank holds all weights, and gradients are summed everywhere.
 
@@ -170,6 +185,12 @@ class ReplicaTransport:
             device.add(out, summed[:size]) if accumulate else device.cast(summed[:size], out)
 
         return self.progress.start(Pending(operation, out, then), lane="reduce")
+
+    def among(self, comm: MPI.Comm) -> Transport:
+        return MessageTransport(comm, self.device, self.progress, ordered=True)
+
+    def holding(self, array: Array) -> Slot:
+        return Slot(array)
 
     def _sum_in_shares(self, send: Array, parts: Array, summed: Array) -> Operation:
         yield from collectives.all_to_all(self.comm, send, parts)

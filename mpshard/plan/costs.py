@@ -97,8 +97,8 @@ def plan(model: Model, options: Options, ranks: int, micro_batches: int = 1, *, 
     row of a table.
     """
     topo = topology(options, ranks, ranks_on_node)
-    if not on_host:  # nobody shares a GPU's memory; a single rank's unit lies whole in its slice
-        topo = replace(topo, shares_memory=ranks == 1)
+    if not on_host:  # nobody shares a GPU's memory; a unit that is not cut lies whole in its slice
+        topo = replace(topo, shares_memory=topo.group == 1)
     count = Count(options, topo, on_host)
     groups = group(model, options.unit)
     layouts = {g.name: lay_out([(p.name, p.shape) for p in g.parameters], 1 if options.replicated else ranks) for g in groups}

@@ -12,7 +12,7 @@ from mpshard.comm import collectives, shared
 from mpshard.comm.agree import agree
 from mpshard.comm.collectives import Progress, progress_for
 from mpshard.comm.mesh import Mesh
-from mpshard.comm.staged import device_transport
+from mpshard.comm.staged import DeviceReplicas, device_transport
 from mpshard.comm.transport import MessageTransport, ReplicaTransport, Transport
 from mpshard.config import ConfigError
 from mpshard.device import compiled, cpu_kernels, gpu_libraries, mkl, open_device
@@ -105,7 +105,8 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
             _libraries(opened, kernels, comm)
         mover = progress_for("poll", mesh.cores, mesh.world, mesh.ranks_on_node)  # the host is free while kernels run
         # It takes only the stores and slots that it makes.
-        carrier = cast(Transport, device_transport(mesh.group, cast(Accelerator, opened), mover, transport, cuda_aware))
+        messages = device_transport(mesh.comm, cast(Accelerator, opened), mover, transport, cuda_aware, mesh.group)
+        carrier = cast(Transport, DeviceReplicas(messages) if options.replicated else messages)
     # Counts of a message are 32 bits.
     plain = isinstance(carrier, MessageTransport) and mesh.group.size > 1 and model.size < collectives.COUNT_LIMIT
     by_rows = options.sends_rows(plain, (ranks_on_node or mesh.ranks_on_node) < mesh.group.size)
@@ -153,7 +154,6 @@ def _multiply_bf16(device: NumpyDevice, mesh: Mesh) -> None:
 def _check_for_device(options: Options) -> None:
     """Refuse what there is not on a GPU."""
     for key, value, wrong, remedy in (
-            ("shard.strategy", options.strategy, ("none", "hybrid"), "full, grad_op or optim"),
             ("shard.transport", options.transport, ("shm",), "mpi or staged"),
             ("shard.embedding", options.embedding, ("rows",), "whole"),
             ("shard.progress", options.progress, ("thread", "timer"), "poll: the host thread is free while kernels run"),
@@ -163,8 +163,6 @@ def _check_for_device(options: Options) -> None:
     if options.precision.reduce not in ("fp32", options.precision.param):  # cuBLAS writes sums as float32 or as it reads
         raise ConfigError(f"precision.reduce={options.precision.reduce} with precision.param={options.precision.param} cannot be had "
                           "with run.device=cupy; use fp32 or the same")
-    if options.keep_ranks:
-        raise ConfigError(f"shard.reshard_after_forward={options.keep_ranks} cannot be had with run.device=cupy; use true or false")
 
 
 def _group_size(options: Options, comm: MPI.Comm, ranks_on_node: int) -> int:

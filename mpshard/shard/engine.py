@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from mpshard.autograd.ops import Loss
 from mpshard.autograd.tensor import Tape, Tensor
-from mpshard.comm.transport import MessageTransport, Slot, Transport
+from mpshard.comm.transport import Slot, Transport
 from mpshard.device.base import Accelerator, Array, Device, Kind
 from mpshard.nn.module import MicroBatch, Module
 from mpshard.shard import schedule
@@ -96,12 +96,13 @@ class Engine:
 
     def __init__(self, modules: Sequence[Module], stages: Sequence[Stage], units: Mapping[str, Unit],
                  device: Device, transport: Transport, poll: Callable[[], None],
-                 neighbours: MessageTransport | None = None) -> None:
+                 carriers: Sequence[Transport] = ()) -> None:
         self.modules = {module.name: module for module in modules}
         self.order = [module.name for module in modules]
         self.trained = [stage.name for stage in schedule.trained(stages)]  # those that run backward
         self.stages, self.units = {stage.name: stage for stage in stages}, units
-        self.device, self.transport, self.poll, self.neighbours = device, transport, poll, neighbours
+        self.device, self.transport, self.poll = device, transport, poll
+        self.carriers = carriers or [transport]  # whatever moves bytes: `transport`, and those among other ranks
         self.observer: Observer | None = None
         self.counters = Counters()
         unit = next(iter(units.values()))
@@ -176,20 +177,21 @@ class Engine:
         self.words_of = self.words.fit(self._words(prepared.full.sizes)) if self.encoded and not in_place else []
         self.gradient_of = self.full_gradients.fit(prepared.gradients.sizes)
         self.last_finish = {i.unit: index for index, i in enumerate(prepared.program) if isinstance(i, Finish)}
-        gathered, reduced = self._bytes_gathered(), self.transport.bytes_reduced
+        gathered, reduced = self._bytes()
         for self.index, instruction in enumerate(prepared.program):
             start = time.perf_counter()
             self.begun, self.doing = self.begun + 1, instruction
             self.handlers[type(instruction)](instruction)
             if self.observer is not None:
                 self.observer.ran(self.index, instruction, start, time.perf_counter())
-        self.counters.bytes_gathered = self._bytes_gathered() - gathered
-        self.counters.bytes_reduced = self.transport.bytes_reduced - reduced
+        gathered_now, reduced_now = self._bytes()
+        self.counters.bytes_gathered, self.counters.bytes_reduced = gathered_now - gathered, reduced_now - reduced
         self.stream, self.doing = {}, None
         return self.outputs, self.counters
 
-    def _bytes_gathered(self) -> int:
-        return self.transport.bytes_gathered + (self.neighbours.bytes_gathered if self.neighbours is not None else 0)
+    def _bytes(self) -> tuple[int, int]:
+        """Gathered, reduced so far."""
+        return sum(carrier.bytes_gathered for carrier in self.carriers), sum(carrier.bytes_reduced for carrier in self.carriers)
 
     def _gather(self, instruction: Gather) -> None:
         number = self.prepared.full.taken[self.index]

@@ -10,7 +10,6 @@ import time
 
 import numpy as np
 
-from mpshard.comm import collectives
 from mpshard.comm.collectives import Pending, Progress
 from mpshard.comm.mesh import Mesh
 from mpshard.comm.rows import RowMessages
@@ -37,13 +36,13 @@ class UnitGradient:
     """
 
     def __init__(self, group: Group, layout: Layout, mesh: Mesh, transport: Transport, progress: Progress,
-                 device: Device, precision: Precision, *, replicas: int, deterministic: bool) -> None:
+                 device: Device, precision: Precision, *, between: Transport | None, deterministic: bool) -> None:
         self.name, self.layout, self.mesh, self.transport, self.progress = group.name, layout, mesh, transport, progress
-        self.device, self.deterministic = device, deterministic
+        self.device, self.deterministic, self.between = device, deterministic, between
         self.dtype, self.travels_as = DTYPES[precision.master], DTYPES[precision.reduce]
         self.shard = device.zeros(layout.shard_size, self.dtype, Kind.GRADIENT)
         # Under hybrid sharding: what is summed inside the group of ranks, before the groups sum theirs.
-        self.of_group = self.shard if replicas == 1 else device.zeros(layout.shard_size * replicas, self.dtype, Kind.GRADIENT)
+        self.of_group = self.shard if between is None else device.zeros(layout.shard_size * mesh.replicas.size, self.dtype, Kind.GRADIENT)
         places = {p.name: p for p in layout.placements}
         self.views = [(p, places[p.name].offset, p.size) for p in group.parameters]
         self.views += [(p, places[p.parts[0].name].offset, p.size) for p in group.fused]
@@ -142,12 +141,8 @@ class UnitGradient:
                 self.device.add(earlier, total)
                 total = earlier
             self.device.cast(total, self.shard)
-        if self.of_group is not self.shard:
-            self.transport.bytes_reduced += self.of_group.nbytes - self.shard.nbytes
-            parts = self.device.empty(self.of_group.size, self.dtype, Kind.STAGING)
-            self._settle = self.progress.start(Pending(
-                collectives.all_to_all(self.mesh.replicas, self.of_group, parts), self.shard,
-                then=lambda: self.device.ordered_sum(parts.reshape(self.mesh.replicas.size, -1), self.shard, False)))
+        if self.between is not None:
+            self._settle = self.between.reduce(self.between.holding(self.of_group), self.of_group.size, self.shard, False)
 
     def settle(self) -> float:
         """Wait until `shard` is complete. Returns the seconds waited."""

@@ -65,7 +65,7 @@ class Options:
         if type(self.reshard_after_forward) is int and self.reshard_after_forward < 2:
             raise ConfigError(f"shard.reshard_after_forward={self.reshard_after_forward}: a number of ranks must be at least 2; "
                               "use false to keep units on every rank")
-        if self.keep_ranks and self.transport not in ("auto", "mpi"):
+        if self.keep_ranks and self.transport == "shm":
             raise ConfigError(f"shard.reshard_after_forward={self.keep_ranks} needs messages: use shard.transport=mpi or auto")
         if self.reshard_after_forward is not True and self.strategy not in ("full", "hybrid"):
             raise ConfigError(f"shard.reshard_after_forward={str(self.reshard_after_forward).lower()} has no effect with "

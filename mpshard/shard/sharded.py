@@ -66,17 +66,19 @@ class Sharded:
         self.model, self.mesh, self.device, self.transport, self.progress = model, mesh, device, transport, progress
         self.options, self.seed, self.steps, self.ignore_index = options, seed, 0, ignore_index
         groups = group(model, options.unit)
-        neighbours = MessageTransport(mesh.neighbours(options.keep_ranks), device, progress) if options.keep_ranks else None
+        neighbours = transport.among(mesh.neighbours(options.keep_ranks)) if options.keep_ranks else None
+        between = transport.among(mesh.replicas) if mesh.replicas.size > 1 and not options.replicated else None
         self.units = {
             g.name: Unit(g, mesh, transport, progress, device, options.precision,
                          replicated=options.replicated, deterministic=options.deterministic,
-                         master_away=options.offloads_optimizer, neighbours=neighbours) for g in groups}
+                         master_away=options.offloads_optimizer, neighbours=neighbours, between=between) for g in groups}
         for name, table in tables_of(model, groups).items() if by_rows else ():
             cut, ranks = self.units[name].layout.table(table.name, mesh.group.size), range(mesh.group.size)
             self.units[name].travel_by_rows(RowMessages(cast(MessageTransport, transport), [cut.whole(r) for r in ranks],
                                                         [cut.place(r) for r in ranks], cut.width))
         self.stages = stages_of(model, groups)
-        self.engine = Engine(model.modules, self.stages, self.units, device, transport, progress.poll, neighbours)
+        self.engine = Engine(model.modules, self.stages, self.units, device, transport, progress.poll,
+                             [t for t in (transport, neighbours, between) if t is not None])
         self.engine.recomputed = recomputed(model, options.recompute)
         self.engine.drops_cheap = options.recompute != "none"
         self.loss_scale = LossScale() if "fp16" in (options.precision.param, options.precision.reduce) else None

@@ -18,11 +18,10 @@ from enum import Enum, auto
 import numpy as np
 
 from mpshard.autograd.tensor import Parameter
-from mpshard.comm import collectives
 from mpshard.comm.collectives import Pending, Progress
 from mpshard.comm.mesh import Mesh
 from mpshard.comm.rows import RowMessages
-from mpshard.comm.transport import MessageTransport, Slot, Store, Transport
+from mpshard.comm.transport import Slot, Store, Transport
 from mpshard.device.base import Array, Device, Kind
 from mpshard.device.lasting import Lasting
 from mpshard.shard.gradient import UnitGradient
@@ -51,7 +50,7 @@ class Unit:
 
     def __init__(self, group: Group, mesh: Mesh, transport: Transport, progress: Progress, device: Device,
                  precision: Precision, *, replicated: bool, deterministic: bool, master_away: bool = False,
-                 neighbours: MessageTransport | None = None) -> None:
+                 neighbours: Transport | None = None, between: Transport | None = None) -> None:
         self.name, self.parameters = group.name, list(group.parameters)
         self.mesh, self.transport, self.progress, self.device = mesh, transport, progress, device
         shapes = [(p.name, p.shape) for p in group.parameters]
@@ -68,7 +67,7 @@ class Unit:
         self.master = (Lasting.of(device, self.store.local) if self.is_published
                        else Lasting(device, m, self.dtype, Kind.PARAMETER, master_away))
         self.gradients = UnitGradient(group, self.layout, mesh, transport, progress, device, precision,
-                                      replicas=self.replicas, deterministic=deterministic) if group.trainable else None
+                                      between=between, deterministic=deterministic) if group.trainable else None
         self.state, self.observer = State.SHARDED, None
         self.audit: Callable[[Unit, Array], None] | None = None  # sees the full vector before it is freed
         self.rows: RowMessages | None = None
@@ -81,6 +80,7 @@ class Unit:
         self._full: Array | None = None
         self._slots: tuple[Slot | None, Slot | None] = (None, None)
         self.neighbours = neighbours  # the few ranks that keep the unit among themselves from forward to backward
+        self.between = between  # under hybrid sharding: the ranks that hold replicas
         self._kept: Store | None = None
         self._keeps = False
 
@@ -122,15 +122,15 @@ class Unit:
     def publish(self) -> Pending | None:
         """Start to bring what gathers send up to date with the master; wait for the result, if there is one."""
         words = self.store.local
-        if self.replicas == 1:
+        if self.between is None:
             if not self.is_published:
                 self.wire.encode(self.device, self.shard, words)
             self.store.written()
             return None
-        own = self.device.empty(self.wire.size(self.layout.shard_size), self.wire.dtype, Kind.STAGING)
-        self.wire.encode(self.device, self.shard, own)
-        self.transport.bytes_gathered += words.nbytes - own.nbytes
-        return self.progress.start(Pending(collectives.all_gather(self.mesh.replicas, own, words), words))
+        own = self.between.store(self.wire.size(self.layout.shard_size), self.wire.dtype, Kind.STAGING)
+        self.wire.encode(self.device, self.shard, own.local)
+        own.written()
+        return self.between.gather(own, self.between.holding(words)).afterwards(self.store.written)
 
     def travel_by_rows(self, rows: RowMessages) -> None:
         """From now on gathers bring of a table the rows that they are asked for alone."""
