@@ -200,6 +200,9 @@ class PrecisionConfig:
     param: Literal["fp32", "bf16", "fp16"] = key("fp32", "format of gathered weights")
     gather: Literal["param", "fp8_e4m3"] = key("param", "what gathers send: as param, or 8 bits with a scale for each 128 weights")
     reduce: Literal["fp32", "bf16", "fp16"] = key("fp32", "format of gradients on their way; their sum is float32")
+    products: Literal["param", "fp8"] = key(
+        "param", "inputs of the blocks' products: as param, or 8 bits with a scale for each matrix; slower but on GPUs from Ada on"
+    )
     tf32: bool = key(False, "fp32 products of a GPU by tensor cores, inputs rounded to 10 bits", needs="run.device=auto|cupy")
 
 

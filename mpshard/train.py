@@ -53,7 +53,7 @@ def build_sharded(config: Config, comm: MPI.Comm) -> Sharded:
         dp_replicate=c.mesh.dp_replicate, reduce=c.shard.reduce, embedding=c.shard.embedding, transport=c.shard.transport,
         progress=c.shard.progress, recompute=c.train.recompute, offload=c.shard.offload, device=c.run.device, seed=c.train.seed,
         ignore_index=c.data.ignore_index, cuda_aware=c.run.cuda_aware, kernels=c.run.kernels,
-        precision=Precision(c.precision.param, c.precision.gather.removeprefix("param"), c.precision.reduce, tf32=c.precision.tf32))
+        precision=Precision.of(c.precision))
     for store in stores:
         load_weights(sharded, store)
     set_blas_threads(sharded.mesh.cores)

@@ -120,6 +120,7 @@ def test_effective_configuration_leaves_out_keys_without_effect():
         # keys that would do nothing
         ("model.rope_theta=5", "model.rope_theta=5.0 has no effect with model.arch=gpt2; remove it"),
         ("train.sample_prompt=x", 'train.sample_prompt="x" needs train.sample_tokens above 0'),
+        ("precision.products=bf16", 'precision.products="bf16" is unknown; use param|fp8'),
         # combinations
         ("model.n_heads=7", "model.n_heads=7 does not divide model.d_model=256; nearest d_model: 259"),
         ("data.seq_len=300 model.max_seq_len=200",

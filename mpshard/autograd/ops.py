@@ -40,13 +40,23 @@ def _parts(weight: Parameter) -> list[tuple[Parameter, slice]]:
 
 
 # -- linear ----------------------------------------------------------------------------------
+def product(tape: Tape, a: Array, b: Array, gradients: tuple[bool, bool] = (False, False), **options: Any) -> Array:
+    """(m, k) @ (k, n) of a linear layer, with the options of `Device.matmul`; with `Tape.fp8` of inputs rounded to 8 bits.
+
+    gradients: whether a is one, whether b is one.
+    """
+    if tape.fp8:
+        return tape.device.matmul_fp8(a, b, gradients, **options)
+    return tape.device.matmul(a, b, **options)
+
+
 def linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = None, transposed: bool = False) -> Tensor:
     """x (..., i) -> (..., o): x @ weight.T + bias, weight (o, i) as torch.nn.Linear stores it.
 
     transposed: the weight is stored (i, o), as GPT-2's Conv1D does. BLAS reads either way round.
     """
     w = whole(tape, weight)
-    y = tape.device.matmul(rows(x.data), w if transposed else w.T, bias=None if bias is None else whole(tape, bias))
+    y = product(tape, rows(x.data), w if transposed else w.T, bias=None if bias is None else whole(tape, bias))
     out = tape.record(y.reshape(*x.data.shape[:-1], y.shape[-1]), linear_backward, x, weight, bias, transposed)
     adapters = _adapters(weight)
     return low_rank(tape, x, out, adapters) if adapters else out
@@ -57,7 +67,7 @@ def linear_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, bias: P
     tape.for_weights(lambda: _linear_weights(tape, dy, inputs, weight, bias, transposed))
     if x.wants_grad:
         w = whole(tape, weight)
-        x.accumulate(tape.device.matmul(dy, w.T if transposed else w).reshape(x.data.shape), tape.device)
+        x.accumulate(product(tape, dy, w.T if transposed else w, (True, False)).reshape(x.data.shape), tape.device)
 
 
 def _linear_weights(tape: Tape, dy: Array, x: Array, weight: Parameter, bias: Parameter | None, transposed: bool) -> None:
@@ -71,7 +81,7 @@ def _linear_weights(tape: Tape, dy: Array, x: Array, weight: Parameter, bias: Pa
         if target is not None:
             dy_part = _columns(tape, dy, place)
             a, b = (x, dy_part) if transposed else (dy_part, x)
-            tape.device.matmul(a.T, b, out=target, accumulate=accumulate)
+            product(tape, a.T, b, (not transposed, transposed), out=target, accumulate=accumulate)
 
 
 def _adapters(weight: Parameter) -> list[tuple[slice, Adapter]]:

@@ -159,11 +159,12 @@ class Tape:
     training: dropout is active.
     key: what randomness depends on, (seed, step, global micro-batch, module); each random operation adds its number.
     after_op: called after every operation in both directions; the engine makes MPI progress there.
+    fp8: the products of linear layers round their inputs to 8 bits.
     """
 
     def __init__(self, device: Device, recording: bool = True, training: bool = True, key: tuple[Any, ...] = (),
-                 after_op: Callable[[], None] | None = None) -> None:
-        self.device, self.recording, self.training, self.key = device, recording, training, key
+                 after_op: Callable[[], None] | None = None, fp8: bool = False) -> None:
+        self.device, self.recording, self.training, self.key, self.fp8 = device, recording, training, key, fp8
         self.after_op = after_op or (lambda: None)
         self.entries: list[tuple[Rule, Tensor, tuple[Any, ...]]] = []
         self.later: list[Callable[[], None]] | None = None  # while inputs' gradients go first: what makes the weights'

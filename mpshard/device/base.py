@@ -60,6 +60,10 @@ class Device(Protocol):
     poison: bool  # tests: fill with NaN whatever is handed out uninitialised or given back
     on_host: bool  # arrays are the host's memory and calls return when their work is done; else see `Accelerator`
 
+    @property
+    def fp8_products(self) -> str:
+        """For the user: "by" what `matmul_fp8` is done."""
+
     # -- memory ------------------------------------------------------------------------------
     def empty(self, shape: int | tuple[int, ...], dtype: Any, kind: Kind = Kind.ACTIVATION) -> Array:
         """An uninitialised array from the pool; its block goes back when the last view of it dies."""
@@ -84,6 +88,18 @@ class Device(Protocol):
     # -- dense -------------------------------------------------------------------------------
     def matmul(self, a: Array, b: Array, out: Array | None = None, accumulate: bool = False, bias: Array | None = None) -> Array:
         """(m, k) @ (k, n) -> (m, n), with bias (n,) on every row. `a` and `b` may be transposed views: no copy is made of either."""
+
+    def matmul_fp8(
+        self, a: Array, b: Array, gradients: tuple[bool, bool] = (False, False), out: Array | None = None,
+        accumulate: bool = False, bias: Array | None = None,
+    ) -> Array:
+        """As `matmul`, of a and b rounded to 8 bits: to e4m3, those that are gradients to e5m2, which has more range and a bit less.
+
+        Each is multiplied by the power of two that brings its largest element just under the format's largest number (448 or
+        57344), rounded to the nearest, ties to even, and brought back: nothing overflows and the scale itself is exact. What
+        is returned, sums and bias are as without. A matrix that holds what is not finite becomes NaN as a whole. gradients:
+        whether a is one, whether b is one, not both. Micikevicius et al. 2022 (arXiv:2209.05433), section 3.
+        """
 
     def add_bias(self, y: Array, bias: Array) -> None:
         """y (n, d) += bias (d,), in place."""

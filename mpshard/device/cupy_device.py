@@ -20,7 +20,8 @@ from cupy_backends.cuda.libs import cublas
 
 from mpshard.device.base import Array
 from mpshard.device.cupy_attention import AttentionKernels
-from mpshard.device.cupy_memory import CupyMemory
+from mpshard.device.cupy_fp8 import Fp8Kernels
+from mpshard.device.cupy_memory import CupyMemory, orientation
 from mpshard.device.cupy_source import CUDA_TYPES
 from mpshard.device.numpy_random import spread_key
 
@@ -29,7 +30,7 @@ SUM_LINES = 128  # partial sums of a column, at most
 SUM_BLOCKS = 1024  # partial sums of a flat array
 
 
-class CupyDevice(AttentionKernels, CupyMemory):
+class CupyDevice(AttentionKernels, Fp8Kernels, CupyMemory):
     """Implements `mpshard.device.base.Accelerator`, where the methods are described.
 
     Parameters
@@ -39,7 +40,7 @@ class CupyDevice(AttentionKernels, CupyMemory):
 
     Attributes
     ----------
-    product_library: cuBLASLt's products with a bias, see `cupy_cublaslt`; None: a kernel adds it. Both libraries are set by
+    product_library: cuBLASLt's products with a bias, see `cupy_cublaslt`; None: a kernel adds it. All libraries are set by
         `cupy_libraries.use`.
     """
 
@@ -59,7 +60,7 @@ class CupyDevice(AttentionKernels, CupyMemory):
             return self._product(a, b, out, accumulate)
         out = self.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
         library = None if accumulate else self.product_library
-        if library is None or not library.run(a, b, bias, out, _orientation(a), _orientation(b), self.tf32):
+        if library is None or not library.run(a, b, bias, out, orientation(a), orientation(b), self.tf32):
             self.add_bias(self._product(a, b, out, accumulate), bias)
         return out
 
@@ -72,8 +73,8 @@ class CupyDevice(AttentionKernels, CupyMemory):
                 self.zero(out)
             return out
         # cuBLAS thinks in columns, and row-major a @ b is column-major (b.T @ a.T).T: so b comes first.
-        turn_b, step_b = _orientation(b)
-        turn_a, step_a = _orientation(a)
+        turn_b, step_b = orientation(b)
+        turn_a, step_a = orientation(a)
         double = out.dtype == np.float64
         factors = self._factors[np.float64 if double else np.float32]
         one, zero = factors.ctypes.data + factors.itemsize, factors.ctypes.data
@@ -87,6 +88,21 @@ class CupyDevice(AttentionKernels, CupyMemory):
         cublas.gemmEx(
             self._handle, turn_b, turn_a, n, m, k, one, b.data.ptr, type_b, step_b, a.data.ptr, type_a, step_a,
             one if accumulate else zero, out.data.ptr, type_out, n, arithmetic, cublas.CUBLAS_GEMM_DEFAULT)
+        return out
+
+    def matmul_fp8(
+        self, a: Array, b: Array, gradients: tuple[bool, bool] = (False, False), out: Array | None = None,
+        accumulate: bool = False, bias: Array | None = None,
+    ) -> Array:
+        out = self.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
+        library = self.fp8_library
+        product = None if library is None else library.product((*out.shape, a.shape[1]), gradients, out, accumulate, bias)
+        if product is None:
+            a, b = (self.round_to_fp8(x, gradient) for x, gradient in zip((a, b), gradients, strict=True))
+            return self.matmul(a, b, out, accumulate, bias)
+        library.run(product, self.to_fp8(a, gradients[0]), self.to_fp8(b.T, gradients[1]), bias, out)
+        if bias is not None and not product.adds_bias:
+            self.add_bias(out, bias)
         return out
 
     def add_bias(self, y: Array, bias: Array) -> None:
@@ -290,11 +306,6 @@ class CupyDevice(AttentionKernels, CupyMemory):
         if rows and d:
             self.launch(kernel, (min(rows, 1 << 16),), _row_threads(d), (*arrays, rows, d, *more), *types)
 
-    def _elementwise(self, kernel: str, size: int, args: tuple[Any, ...], *types: Any) -> None:
-        """Launch a kernel whose threads walk together over `size` elements."""
-        if size:
-            self.launch(kernel, (min(-(-size // 1024), 1 << 14),), 256, args, *types)  # four elements a thread or more
-
 
 def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The type in which arrays of `dtype` are summed."""
@@ -310,13 +321,3 @@ def _rows(x: Array) -> tuple[int, int]:
 def _row_threads(d: int) -> int:
     """Threads of a block that works on rows of d elements: whole warps, at most 256, about eight elements a thread."""
     return min(256, max(1, -(-d // 256)) * 32)
-
-
-def _orientation(x: Array) -> tuple[int, int]:
-    """Of a matrix whose rows or columns are contiguous: (is it a transposed view?, elements from one to the next)."""
-    across, down = x.strides[1] // x.itemsize, x.strides[0] // x.itemsize
-    if across == 1:
-        return 0, max(down, x.shape[1])
-    if down == 1:
-        return 1, max(across, x.shape[0])
-    raise ValueError(f"a product needs contiguous rows or columns, not strides {x.strides} of {x.shape}")

@@ -236,6 +236,11 @@ class CupyMemory:
             function.max_dynamic_shared_size_bytes = shared
         function(grid, (block,), args, shared_mem=shared)
 
+    def _elementwise(self, kernel: str, size: int, args: tuple[Any, ...], *types: Any) -> None:
+        """Launch a kernel whose threads walk together over `size` elements."""
+        if size:
+            self.launch(kernel, (min(-(-size // 1024), 1 << 14),), 256, args, *types)  # four elements a thread or more
+
     def _build(self, key: tuple[str, tuple[str, ...], Any], constants: dict[str, int]) -> Any:
         kernel, types, _ = key
         for name in types:
@@ -248,3 +253,13 @@ class CupyMemory:
             self._modules[file, options] = cupy.RawModule(code=cupy_source.source(file), options=options)
         self._kernels[key] = self._modules[file, options].get_function(kernel)
         return self._kernels[key]
+
+
+def orientation(x: Array) -> tuple[int, int]:
+    """Of a matrix whose rows or columns are contiguous: (is it a transposed view?, elements from one to the next)."""
+    across, down = x.strides[1] // x.itemsize, x.strides[0] // x.itemsize
+    if across == 1:
+        return 0, max(down, x.shape[1])
+    if down == 1:
+        return 1, max(across, x.shape[0])
+    raise ValueError(f"a product needs contiguous rows or columns, not strides {x.strides} of {x.shape}")

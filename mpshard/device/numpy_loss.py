@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpshard.device.numpy_attention import LARGE, SMALL
-from mpshard.device.numpy_dense import DenseKernels
+from mpshard.device.numpy_fp8 import Fp8Kernels
 from mpshard.device.numpy_memory import blocks
 
 CHUNK_BYTES = 16 << 20  # of logits, or as many as there are of CHUNK_TOKENS: small against the activations, and enough tokens
@@ -18,7 +18,7 @@ def chunk_tokens(tokens: int, vocabulary: int, d: int, itemsize: int) -> int:
     return -(-tokens // max(1, -(-tokens // most)))
 
 
-class LossKernels(DenseKernels):
+class LossKernels(Fp8Kernels):
     """The loss part of `mpshard.device.base.Device`."""
 
     def cross_entropy(

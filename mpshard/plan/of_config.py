@@ -20,10 +20,10 @@ MOST_RANKS = 1 << 16  # where the search for enough ranks ends
 
 def options_of(config: Config) -> Options:
     """How `config` shards."""
-    s, p = config.shard, config.precision
+    s = config.shard
     return Options(s.strategy, s.prefetch, s.reshard_after_forward, s.unit, s.accumulate, s.deterministic, config.mesh.dp_shard,
                    config.mesh.dp_replicate, s.reduce, s.embedding, s.transport, s.progress,
-                   config.train.recompute, s.offload, Precision(p.param, p.gather.removeprefix("param"), p.reduce))
+                   config.train.recompute, s.offload, Precision.of(config.precision))
 
 
 def plan_of(config: Config, ranks: int, ranks_on_node: int = 0, rank: int = 0) -> Plan:

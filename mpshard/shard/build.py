@@ -69,15 +69,15 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
         weights travel in a shorter format than theirs, the masters, unit by unit on the GPU for their update;
         "activations": what forward keeps for backward, but of the last two stages; "all". Changes no bit; on a CPU,
         whose memory is the host's, nothing.
-    precision: formats of gathered weights, travelling gradients and masters; default fp32 throughout.
+    precision: formats of gathered weights, travelling gradients, masters, and of products; default fp32 throughout.
     device: "numpy", "cupy", "auto" (cupy where there is a GPU), or a Device.
     seed: with parameter names, decides initial values and dropout masks.
     ignore_index: the target that means "nothing to learn here".
     ranks_on_node: 0, what MPI says; a divisor of it cuts a node into several, for tests.
     cuda_aware: whether MPI takes GPU memory: "yes", "no", or "auto", which tries.
     kernels: of a CPU: "numpy"; "compiled", the best that all ranks have; "auto", compiled where there are any. Of a GPU:
-        "cuda", the project's own; "auto", also cuDNN's attention and cuBLASLt's products with a bias, where they are installed
-        and right on all ranks. Last bits differ.
+        "cuda", the project's own; "auto", also cuDNN's attention and cuBLASLt's products with a bias and of 8 bits, where they are
+        installed and right on all ranks. Last bits differ.
 
     Raises
     ------
@@ -107,6 +107,8 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
         # It takes only the stores and slots that it makes.
         messages = device_transport(mesh.comm, cast(Accelerator, opened), mover, transport, cuda_aware, mesh.group)
         carrier = cast(Transport, DeviceReplicas(messages) if options.replicated else messages)
+    if isinstance(device, str) and options.precision.products == "fp8":
+        opened.about += f", fp8 products {opened.fp8_products}"
     # Counts of a message are 32 bits.
     plain = isinstance(carrier, MessageTransport) and mesh.group.size > 1 and model.size < collectives.COUNT_LIMIT
     by_rows = options.sends_rows(plain, (ranks_on_node or mesh.ranks_on_node) < mesh.group.size)

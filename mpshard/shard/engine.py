@@ -121,6 +121,7 @@ class Engine:
         self.away = Away(cast(Accelerator, device))  # used by programs that offload, which are a device's
         self.recomputed: frozenset[str] = frozenset()  # stages that keep only their input, and run forward twice
         self.drops_cheap = False  # whether norms and activations are made again in backward
+        self.fp8 = False  # whether the blocks' products round their inputs to 8 bits
         self.loss_scale = 1.0
         # Where it is, for whoever asks from another thread: instructions begun so far, the one under way, and the
         # communication that it waits for.
@@ -258,7 +259,7 @@ class Engine:
 
     def _tape(self, name: str, mb: int, recording: bool) -> Tape:
         key = (*self.keys[mb], name) if self.keys else ()
-        return Tape(self.device, recording, bool(self.keys), key, self.poll)
+        return Tape(self.device, recording, bool(self.keys), key, self.poll, self.fp8)
 
     def _backward(self, instruction: Backward) -> None:
         start = time.perf_counter()

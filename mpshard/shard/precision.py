@@ -4,6 +4,9 @@ On the CPU a gathered unit is widened to float32 before it computes, and activat
 inputs to bf16 where the processor multiplies that faster (see `mpshard.device.compiled` and `mkl`) and are float32's elsewhere,
 so that bf16 then means "weights rounded to bf16", half the bytes of a gather, and the same loss curve to rounding. On a GPU
 weights and activations are 16-bit as they arrive, products and all sums inside kernels are float32.
+
+Products of 8 bits are another matter: what travels and what is kept stay as they were, and the inputs of a block's products are
+rounded just before.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from mpshard.config import ConfigError
+from mpshard.config import ConfigError, PrecisionConfig
 from mpshard.device.base import Array, Device
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -28,7 +31,8 @@ class Precision:
 
     param: of gathered weights. gather: what they travel as, "" for `param`. reduce: what gradients travel as; their
     sum is in `master`'s format. master: of the slices, the moments and, on the CPU, the arithmetic. tf32: let a GPU's
-    tensor cores round the inputs of fp32 products to 10 bits after the point.
+    tensor cores round the inputs of fp32 products to 10 bits after the point. products: what the blocks' products round
+    their inputs to, "" or "fp8": see `Device.matmul_fp8`.
     """
 
     param: str = "fp32"
@@ -36,12 +40,20 @@ class Precision:
     reduce: str = "fp32"
     master: str = "fp32"
     tf32: bool = False
+    products: str = ""
 
     def __post_init__(self) -> None:
         for key, known in (("param", ("fp32", "fp64", "bf16", "fp16")), ("gather", ("", "fp8_e4m3")),
-                           ("reduce", ("fp32", "fp64", "bf16", "fp16")), ("master", ("fp32", "fp64"))):
+                           ("reduce", ("fp32", "fp64", "bf16", "fp16")), ("master", ("fp32", "fp64")),
+                           ("products", ("", "fp8"))):
             if getattr(self, key) not in known:
                 raise ConfigError(f"precision.{key}={getattr(self, key)!r} is not known; use {', '.join(filter(None, known))}")
+
+    @classmethod
+    def of(cls, config: PrecisionConfig) -> Precision:
+        """What the configuration says; its "param" is the default here."""
+        return cls(config.param, config.gather.removeprefix("param"), config.reduce, tf32=config.tf32,
+                   products=config.products.removeprefix("param"))
 
     @property
     def wire(self) -> Wire:

@@ -81,6 +81,7 @@ class Sharded:
                              [t for t in (transport, neighbours, between) if t is not None])
         self.engine.recomputed = recomputed(model, options.recompute)
         self.engine.drops_cheap = options.recompute != "none"
+        self.engine.fp8 = options.precision.products == "fp8"
         self.loss_scale = LossScale() if "fp16" in (options.precision.param, options.precision.reduce) else None
         self.last: StepOutput | None = None
         self._programs: dict[int, Prepared] = {}  # by micro-batches a step; 0: forward only

@@ -17,6 +17,11 @@ extern Dim3 threadIdx, blockIdx, blockDim, gridDim;
 inline unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
 inline float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline unsigned atomicMax(unsigned* at, unsigned value) {  // threads take turns here
+    unsigned old = *at;
+    if (value > old) *at = value;
+    return old;
+}
 
 inline float half_to_float(unsigned short bits) {
     unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, fraction = bits & 1023;

@@ -55,7 +55,8 @@ class RawModule:
 
 
 _SCALARS = {"long long": (int, ctypes.c_longlong), "double": (float, ctypes.c_double), "bool": (bool, ctypes.c_bool)}
-_POINTED = {"int": "int32", "long long": "int64", **{c: name for name, c in cupy_source.C_TYPES.items()}}
+_POINTED = {"int": "int32", "unsigned": "uint32", "unsigned char": "uint8", "long long": "int64",
+            **{c: name for name, c in cupy_source.C_TYPES.items()}}
 
 
 class RawKernel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
 
@@ -37,6 +38,14 @@ def gelu(x, approximate):
 def swiglu(gate_up):
     gate, up = np.split(gate_up, 2, axis=1)
     return gate / (1 + np.exp(-gate)) * up
+
+
+def fp8(x, gradient):
+    """x times the power of two that brings it under the format's largest number, rounded by ml_dtypes, back; float64."""
+    form = ml_dtypes.float8_e5m2 if gradient else ml_dtypes.float8_e4m3fn
+    largest = np.abs(x).astype(np.float64).max(initial=0.0)
+    scale = 1.0 if largest == 0 else 2.0 ** np.floor(np.log2(float(ml_dtypes.finfo(form).max) / largest))
+    return (x.astype(np.float64) * scale).astype(form).astype(np.float64) / scale
 
 
 def rotary(x, cos, sin):

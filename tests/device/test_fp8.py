@@ -1,0 +1,72 @@
+"""Products of matrices rounded to 8 bits on the CPU: the numbers that ml_dtypes rounds to, and float64's products of them."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from mpshard.config import ConfigError
+from mpshard.device.numpy_fp8 import E4M3, E5M2, scale_to_fp8
+from mpshard.shard.precision import Precision
+
+from .reference import fp8
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("spread", [1e-25, 1e-3, 1.0, 1e25])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (700, 300)])
+def test_rounding(device, random, shape, spread, gradient):
+    x = (random.standard_normal(shape) * spread * np.exp(4 * random.standard_normal(shape))).astype(np.float32)
+    x.flags.writeable = False
+    found = device.round_to_fp8(x, gradient)
+    assert found.dtype == x.dtype
+    assert_array_equal(found, fp8(x, gradient))
+    turned = device.round_to_fp8(x.T, gradient)
+    assert turned.T.flags.c_contiguous  # products read it either way round
+    assert_array_equal(turned.T, found)
+
+
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=str)
+def test_the_largest_element_is_just_under_the_largest_number(form):
+    top = float(ml_dtypes.finfo(form).max)
+    for largest in (top, np.nextafter(np.float32(top), np.float32(1e9)), np.nextafter(np.float32(top), np.float32(0)), 1.0, 3e38, 1e-20):
+        assert top / 2 < scale_to_fp8(float(largest), form) * float(largest) <= top
+    for small in (0.0, 1e-45, 1e-38):  # a scale that float32 holds, and one over it too
+        scale = scale_to_fp8(small, form)
+        assert 0 < np.float32(scale) < np.inf and np.float32(1 / scale) >= np.finfo(np.float32).tiny
+
+
+@pytest.mark.parametrize("gradients", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("m", "k", "n"), [(5, 7, 3), (64, 48, 32), (0, 3, 2), (3, 0, 2)])
+def test_products_are_of_the_rounded_inputs(device, random, m, k, n, turned, gradients):
+    a, b = random.standard_normal((k, m) if turned[0] else (m, k)), random.standard_normal((n, k) if turned[1] else (k, n))
+    a, b = (x.astype(np.float32) for x in (a, b))
+    a, b = a.T if turned[0] else a, b.T if turned[1] else b
+    bias = random.standard_normal(n).astype(np.float32)
+    expected = fp8(a, gradients[0]) @ fp8(b, gradients[1])
+    near = {"rtol": 1e-5, "atol": 1e-5}
+    assert_allclose(device.matmul_fp8(a, b, gradients), expected, **near)
+    assert_allclose(device.matmul_fp8(a, b, gradients, bias=bias), expected + bias, **near)
+    out = np.ones((m, n), np.float32)
+    assert device.matmul_fp8(a, b, gradients, out=out, accumulate=True) is out
+    assert_allclose(out, expected + 1, **near)
+    device.matmul_fp8(a, b, gradients, out=out)
+    assert_allclose(out, expected, **near)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_shows_everywhere(device, wrong):
+    x = np.ones((4, 6), np.float32)
+    x[1, 2] = wrong
+    for gradient in (False, True):
+        assert np.isnan(device.round_to_fp8(x, gradient)).all()
+    assert_array_equal(device.round_to_fp8(np.array([[0.0, -0.0]], np.float32), False), [[0, 0]])
+
+
+def test_a_format_that_is_not_known():
+    with pytest.raises(ConfigError, match="^precision.products='fp16' is not known; use fp8$"):
+        Precision(products="fp16")
