@@ -36,17 +36,17 @@ def open_device(name: str = "auto", poison: bool = False, node_rank: int = 0, no
     return CupyDevice(poison, node_rank, node_ranks, tf32)
 
 
-def gpu_libraries(device: Device, common: Callable[[list[bool]], list[bool]]) -> list[str]:
+def gpu_libraries(device: Device, common: Callable[[list[bool]], list[bool]], fp8: bool = True) -> list[str]:
     """Let a GPU use those of NVIDIA's libraries that are installed and right here. Returns why others are not used, a line each.
 
-    common: from which are here on this rank to which are on all.
+    common: from which are here on this rank to which are on all. fp8: whether products of 8 bits are among those wanted.
     """
     from mpshard.device.cupy_libraries import find, use
 
-    found = find(device)
+    found = find(device, fp8)
     agreed = common([each.library is not None for each in found])
     use(device, [each for each, everywhere in zip(found, agreed, strict=True) if everywhere])
-    return [each.reason for each in found if each.reason]
+    return list(dict.fromkeys(each.reason for each in found if each.reason))
 
 
 def cpu_kernels() -> tuple[str, ...]:

@@ -1,9 +1,12 @@
-"""Products with a bias by cuBLASLt, through NVIDIA's `nvmath-python`, for the CuPy device: the bias is added before the product is
-written, where cuBLAS would write it and a kernel read and write it once more.
+"""Products by cuBLASLt, through NVIDIA's `nvmath-python`, for the CuPy device: those that cuBLAS has not.
+
+Products with a bias: it is added before the product is written, where cuBLAS would write it and a kernel read and write it once
+more. Products of 8 bits, with a scale for each matrix that stays on the GPU.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,35 +14,64 @@ from cupy_backends.cuda.libs import cublas
 from nvmath.bindings import cublasLt
 
 from mpshard.device.base import Array
+from mpshard.device.cupy_fp8 import Fp8Matrix
 from mpshard.device.cupy_memory import CupyMemory
 from mpshard.device.cupy_source import CUDA_TYPES
 
 WORKSPACE = 32 << 20  # bytes, at most: what NVIDIA advises for Hopper
+FP8_TYPES = CUDA_TYPES["float8_e4m3fn"], CUDA_TYPES["float8_e5m2"]
+LINE = 16  # bytes of which rows of 8-bit matrices, and addresses, must be multiples
+
+
+@dataclass(frozen=True)
+class Case:
+    """What an algorithm is chosen for: (m, k) @ (k, n).
+
+    a, b: is the matrix a transposed view?, elements from one line to the next. types: cudaDataType's of a, b, the result.
+    alignments: bytes of which the addresses of a, b, the result are multiples.
+    """
+
+    m: int
+    n: int
+    k: int
+    a: tuple[int, int]
+    b: tuple[int, int]
+    types: tuple[int, int, int]
+    alignments: tuple[int, int, int]
+    tf32: bool = False
+    bias: bool = False
+    accumulate: bool = False
 
 
 class Product:
-    """A described product (m, k) @ (k, n) and the algorithm that cuBLASLt would take; ValueError where it has none.
+    """A described product and the algorithm that cuBLASLt would take; ValueError where it has none.
 
     Like cuBLAS it thinks in columns: row by row a @ b is column by column (b' a')', so b comes first, and the bias has one element
     for each row.
+
+    scale: an address of one, for what has scales: which are told at each run.
     """
 
-    def __init__(self, handle: int, m: int, n: int, k: int, a: tuple[int, int], b: tuple[int, int], dtype: str, tf32: bool,
-                 alignments: tuple[int, int]) -> None:
-        kind = CUDA_TYPES[dtype]
+    def __init__(self, handle: int, case: Case, scale: int = 0) -> None:
+        self.adds_bias, self.accumulates = case.bias, case.accumulate
+        (m, n, k), a, b, (type_a, type_b, type_out) = (case.m, case.n, case.k), case.a, case.b, case.types
         self.description = cublasLt.matmul_desc_create(
-            cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if tf32 else cublas.CUBLAS_COMPUTE_32F, CUDA_TYPES["float32"])
+            cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if case.tf32 else cublas.CUBLAS_COMPUTE_32F, CUDA_TYPES["float32"])
         attribute = cublasLt.MatmulDescAttribute
-        for name, value in ((attribute.TRANSA, b[0]), (attribute.TRANSB, a[0]), (attribute.EPILOGUE, cublasLt.Epilogue.BIAS),
-                            (attribute.BIAS_DATA_TYPE, kind)):
+        # FAST_ACCUM stays off: with it sums of 8 bits are kept in fewer than float32's.
+        for name, value in ((attribute.TRANSA, b[0]), (attribute.TRANSB, a[0]), *(
+                ((attribute.EPILOGUE, cublasLt.Epilogue.BIAS), (attribute.BIAS_DATA_TYPE, type_out)) if case.bias else ())):
             self._describe(name, np.array([value], np.int32))
-        self.layouts = [cublasLt.matrix_layout_create(kind, *((k, n) if b[0] else (n, k)), b[1]),
-                        cublasLt.matrix_layout_create(kind, *((m, k) if a[0] else (k, m)), a[1]),
-                        cublasLt.matrix_layout_create(kind, n, m, n)]
+        if scale:
+            self.describe_scales(scale, scale)
+        self.layouts = [cublasLt.matrix_layout_create(type_b, *((k, n) if b[0] else (n, k)), b[1]),
+                        cublasLt.matrix_layout_create(type_a, *((m, k) if a[0] else (k, m)), a[1]),
+                        cublasLt.matrix_layout_create(type_out, n, m, n)]
         preference, wanted = cublasLt.matmul_preference_create(), cublasLt.MatmulPreferenceAttribute
-        for name, words in ((wanted.MAX_WORKSPACE_BYTES, np.array([WORKSPACE], np.uint64)),
-                            (wanted.MIN_ALIGNMENT_A_BYTES, np.array([alignments[1]], np.uint32)),
-                            (wanted.MIN_ALIGNMENT_B_BYTES, np.array([alignments[0]], np.uint32))):
+        of_a, of_b, of_out = (np.array([alignment], np.uint32) for alignment in case.alignments)
+        for name, words in ((wanted.MAX_WORKSPACE_BYTES, np.array([WORKSPACE], np.uint64)), (wanted.MIN_ALIGNMENT_A_BYTES, of_b),
+                            (wanted.MIN_ALIGNMENT_B_BYTES, of_a), (wanted.MIN_ALIGNMENT_C_BYTES, of_out),
+                            (wanted.MIN_ALIGNMENT_D_BYTES, of_out)):
             cublasLt.matmul_preference_set_attribute(preference, int(name), words.ctypes.data, words.nbytes)
         left, right, out = self.layouts
         self.best, count = cublasLt.MatmulHeuristicResult(1), np.zeros(1, np.int32)
@@ -53,24 +85,45 @@ class Product:
     def _describe(self, attribute: Any, words: np.ndarray) -> None:
         cublasLt.matmul_desc_set_attribute(self.description, int(attribute), words.ctypes.data, words.nbytes)
 
-    def run(self, device: CupyMemory, handle: int, factors: np.ndarray, a: Array, b: Array, bias: Array, out: Array) -> None:
-        self._describe(cublasLt.MatmulDescAttribute.BIAS_POINTER, np.array([bias.data.ptr], np.uint64))
+    def describe_scales(self, a: int, b: int) -> None:
+        """Where on the GPU the float32 is that each matrix is multiplied with."""
+        self._describe(cublasLt.MatmulDescAttribute.A_SCALE_POINTER, np.array([b], np.uint64))
+        self._describe(cublasLt.MatmulDescAttribute.B_SCALE_POINTER, np.array([a], np.uint64))
+
+    def run(self, device: CupyMemory, handle: int, factors: np.ndarray, a: Array, b: Array, bias: Array | None, out: Array) -> None:
+        """factors: 1 and 0, on the host."""
+        if self.adds_bias:
+            assert bias is not None
+            self._describe(cublasLt.MatmulDescAttribute.BIAS_POINTER, np.array([bias.data.ptr], np.uint64))
         workspace = device.empty(self.workspace, np.uint8)  # goes back at once: who gets it next runs after on the same stream
         one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
         left, right, to = self.layouts
         # The algorithm is the first member of the structure that the search filled.
-        cublasLt.matmul(handle, self.description, one, b.data.ptr, left, a.data.ptr, right, zero, out.data.ptr, to, out.data.ptr, to,
-                        self.best.ptr, workspace.data.ptr, self.workspace, device.compute.ptr)
+        cublasLt.matmul(handle, self.description, one, b.data.ptr, left, a.data.ptr, right, one if self.accumulates else zero,
+                        out.data.ptr, to, out.data.ptr, to, self.best.ptr, workspace.data.ptr, self.workspace, device.compute.ptr)
 
 
-class Products:
+class Library:
     """cuBLASLt on a device's compute stream; raises whatever the library raises where it cannot be used: see `cupy_libraries`."""
 
     def __init__(self, device: CupyMemory) -> None:
         self.device, self.handle = device, cublasLt.create()
         self.about = f"cuBLASLt {cublasLt.get_version()}"
-        self._factors = np.array([1, 0], np.float32)
-        self._known: dict[tuple[Any, ...], Product | None] = {}
+        self.factors = np.array([1, 0], np.float32)
+        self._known: dict[Case, Product | None] = {}
+
+    def find(self, case: Case, scale: int = 0) -> Product | None:
+        """The product, described once; None if cuBLASLt has none."""
+        if case not in self._known:
+            try:
+                self._known[case] = Product(self.handle, case, scale)
+            except (ValueError, cublasLt.cuBLASLtError):
+                self._known[case] = None
+        return self._known[case]
+
+
+class Products(Library):
+    """Products with a bias."""
 
     def run(self, a: Array, b: Array, bias: Array, out: Array, turned_a: tuple[int, int], turned_b: tuple[int, int],
             tf32: bool) -> bool:
@@ -81,17 +134,44 @@ class Products:
         (m, k), n, dtype = a.shape, b.shape[1], a.dtype.name
         if len({x.dtype for x in (a, b, bias, out)}) > 1 or dtype == "float64" or 0 in (m, n, k) or bias.data.ptr % 16:
             return False
-        alignments = _alignment(a), _alignment(b)
-        key = (m, n, k, turned_a, turned_b, dtype, tf32 and dtype == "float32", alignments)
-        if key not in self._known:
-            try:
-                self._known[key] = Product(self.handle, *key)
-            except (ValueError, cublasLt.cuBLASLtError):
-                self._known[key] = None
-        product = self._known[key]
+        kind = CUDA_TYPES[dtype]
+        product = self.find(Case(m, n, k, turned_a, turned_b, (kind, kind, kind), (_alignment(a), _alignment(b), _alignment(out)),
+                                 tf32 and dtype == "float32", bias=True))
         if product is not None:
-            product.run(self.device, self.handle, self._factors, a, b, bias, out)
+            product.run(self.device, self.handle, self.factors, a, b, bias, out)
         return product is not None
+
+
+class Fp8Products(Library):
+    """Products of matrices of 8 bits.
+
+    On Ada and Hopper cuBLASLt takes them only with k contiguous in both, and wants rows and addresses to be multiples of 16
+    bytes. It multiplies e4m3 with e4m3 and with e5m2, and adds a bias of the result's type, if that has 16 bits. See the tables
+    of cublasLtMatmul in NVIDIA's manual of cuBLAS.
+    """
+
+    def __init__(self, device: CupyMemory) -> None:
+        super().__init__(device)
+        self._one = device.from_host(np.ones(1, np.float32))
+
+    def product(self, shape: tuple[int, int, int], gradients: tuple[bool, bool], out: Array, accumulate: bool,
+                bias: Array | None) -> Product | None:
+        """How to make out (m, n) from (m, k) and (k, n), or None. shape: m, n, k. gradients: which of the two is e5m2.
+
+        Whether the bias is added on the way the product says, see `Product.adds_bias`.
+        """
+        m, n, k = shape
+        if 0 in shape or n % LINE or k % LINE or all(gradients) or out.dtype == np.float64 or out.data.ptr % LINE:
+            return None
+        on_the_way = bias is not None and not accumulate and out.itemsize == 2 and bias.dtype == out.dtype and bias.data.ptr % LINE == 0
+        types = FP8_TYPES[gradients[0]], FP8_TYPES[gradients[1]], CUDA_TYPES[out.dtype.name]
+        alignments = 256, 256, _alignment(out)  # what is rounded lies in memory of its own
+        return self.find(Case(m, n, k, (0, k), (1, k), types, alignments, bias=on_the_way, accumulate=accumulate), self._one.data.ptr)
+
+    def run(self, product: Product, a: Fp8Matrix, b: Fp8Matrix, bias: Array | None, out: Array) -> None:
+        """out (m, n) = or += a (m, k) times the transpose of b (n, k), plus the bias if the product adds it."""
+        product.describe_scales(a.scale.data.ptr, b.scale.data.ptr)
+        product.run(self.device, self.handle, self.factors, a.words, b.words, bias, out)
 
 
 def _alignment(array: Array) -> int:

@@ -27,8 +27,9 @@ class Found:
     reason: str = ""
 
 
-def find(device: Any) -> list[Found]:
-    """cuDNN's attention and cuBLASLt's products with a bias, each tried on `device`, which does not use them yet."""
+def find(device: Any, fp8: bool = True) -> list[Found]:
+    """cuDNN's attention and cuBLASLt's products with a bias and, with fp8, of 8 bits, each tried on `device`, which does not use
+    them yet."""
     def attention() -> Any:
         from mpshard.device.cupy_cudnn import Attention
 
@@ -39,15 +40,24 @@ def find(device: Any) -> list[Found]:
 
         return Products(device)
 
-    return [_tried("attention", "cudnn", "nvidia-cudnn-frontend", attention, lambda found: _attention_differs(device, found)),
-            _tried("bias", "nvmath", "nvmath-python", products, lambda found: _product_differs(device, found))]
+    def products_of_8_bits() -> Any:
+        from mpshard.device.cupy_cublaslt import Fp8Products
+
+        return Fp8Products(device)
+
+    tried = [_tried("attention", "cudnn", "nvidia-cudnn-frontend", attention, lambda found: _attention_differs(device, found)),
+             _tried("bias", "nvmath", "nvmath-python", products, lambda found: _product_differs(device, found))]
+    if fp8:
+        tried.append(_tried("fp8", "nvmath", "nvmath-python", products_of_8_bits, lambda found: _fp8_differs(device, found)))
+    return tried
 
 
 def use(device: Any, libraries: Sequence[Found]) -> None:
     """Let `device` use these of what `find` found."""
     taken = {found.name: found.library for found in libraries if found.library is not None}
-    device.attention_library, device.product_library = taken.get("attention"), taken.get("bias")
-    device.about += "".join(f", {name} by {library.about}" for name, library in taken.items())
+    device.attention_library, device.product_library, device.fp8_library = (taken.get(name) for name in ("attention", "bias", "fp8"))
+    # Products of 8 bits are told of where they are chosen: see `Device.fp8_products`.
+    device.about += "".join(f", {name} by {library.about}" for name, library in taken.items() if name != "fp8")
 
 
 def _tried(name: str, module: str, package: str, open_it: Callable[[], Any], differs: Callable[[Any], str]) -> Found:
@@ -81,6 +91,26 @@ def _product_differs(device: Any, library: Any) -> str:
     if not library.run(a, b.T, bias, theirs, (0, 64), (1, 64), False):
         return f"{library.about} has no product with a bias of {a.dtype}"
     return _compare(device, library.about, (ours,), [theirs])
+
+
+def _fp8_differs(device: Any, library: Any) -> str:
+    """As `_product_differs`: activations by weights with a bias, and a gradient of weights, added to."""
+    x, w, dy, bias = _random(device, 48, 64), _random(device, 80, 64), _random(device, 48, 80), _random(device, 80)
+
+    def both() -> tuple[Array, Array]:
+        dw = device.zeros((80, 64), np.float32)
+        device.matmul_fp8(dy.T, x, (True, False), out=dw, accumulate=True)
+        return device.matmul_fp8(x, w.T, bias=bias), dw
+
+    ours = both()
+    forward, backward = ((48, 80, 64), (False, False), ours[0], False, bias), ((80, 64, 48), (True, False), ours[1], True, None)
+    if library.product(*forward) is None or library.product(*backward) is None:
+        return f"{library.about} has no products of 8 bits on this GPU"
+    device.fp8_library = library
+    try:
+        return _compare(device, library.about, ours, list(both()))
+    finally:
+        device.fp8_library = None
 
 
 def _compare(device: Device, about: str, ours: tuple[Array, ...], theirs: list[Array]) -> str:

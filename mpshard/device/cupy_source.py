@@ -16,7 +16,7 @@ FOLDER = Path(__file__).with_name("cupy_kernels")
 C_TYPES = {"float32": "float", "float64": "double", "float16": "f16", "bfloat16": "bf16"}
 
 # And cudaDataType's (library_types.h), for cuBLAS.
-CUDA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
+CUDA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14, "float8_e4m3fn": 28, "float8_e5m2": 29}
 
 # NVRTC takes what is not annotated, as a lambda, for the host's, unless told that there is none; nvcc knows by itself.
 NVRTC_OPTIONS = ("-default-device",)

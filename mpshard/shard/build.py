@@ -102,7 +102,7 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     else:
         _check_for_device(options)
         if isinstance(device, str):
-            _libraries(opened, kernels, comm)
+            _libraries(opened, kernels, comm, options.precision.products == "fp8")
         mover = progress_for("poll", mesh.cores, mesh.world, mesh.ranks_on_node)  # the host is free while kernels run
         # It takes only the stores and slots that it makes.
         messages = device_transport(mesh.comm, cast(Accelerator, opened), mover, transport, cuda_aware, mesh.group)
@@ -128,13 +128,13 @@ def _kernels(choice: str, comm: MPI.Comm) -> str:
     return "numpy" if choice == "numpy" else known[common]
 
 
-def _libraries(device: Device, choice: str, comm: MPI.Comm) -> None:
+def _libraries(device: Device, choice: str, comm: MPI.Comm, fp8: bool) -> None:
     """Let a GPU use NVIDIA's libraries where all ranks can: if only some did, results would depend on who computes them."""
     if choice in ("numpy", "compiled"):
         raise ConfigError(f"run.kernels={choice} is of a CPU; with run.device=cupy use auto or cuda")
     if choice == "auto":
         gpu_libraries(device, lambda here: [not missing for missing in collectives.all_max(
-            comm, np.array([not each for each in here], np.int64))])
+            comm, np.array([not each for each in here], np.int64))], fp8)
 
 
 def _multiply_bf16(device: NumpyDevice, mesh: Mesh) -> None:

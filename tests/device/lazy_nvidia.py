@@ -22,6 +22,7 @@ from tests.device.lazy_cupy import _CUDA_TYPES, instead
 
 EXACT = NumpyDevice()
 WIDEST = 128  # elements of a head that cuDNN takes
+CAPABILITY = 90  # of the GPU, as in sm_90
 calls: list[str] = []  # what the libraries were asked to do
 
 
@@ -172,15 +173,21 @@ class cuBLASLtError(Exception):
 
 
 class MatmulDescAttribute(IntEnum):
-    TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, BIAS_DATA_TYPE = 3, 4, 7, 8, 26
+    TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, A_SCALE_POINTER, B_SCALE_POINTER, BIAS_DATA_TYPE = 3, 4, 7, 8, 17, 18, 26
+
+
+POINTERS = (MatmulDescAttribute.BIAS_POINTER, *(SCALES := (MatmulDescAttribute.A_SCALE_POINTER, MatmulDescAttribute.B_SCALE_POINTER)))
 
 
 class MatmulPreferenceAttribute(IntEnum):
-    MAX_WORKSPACE_BYTES, MIN_ALIGNMENT_A_BYTES, MIN_ALIGNMENT_B_BYTES = 1, 5, 6
+    MAX_WORKSPACE_BYTES, MIN_ALIGNMENT_A_BYTES, MIN_ALIGNMENT_B_BYTES, MIN_ALIGNMENT_C_BYTES, MIN_ALIGNMENT_D_BYTES = 1, 5, 6, 7, 8
 
 
 class Epilogue(IntEnum):
     BIAS = 4
+
+
+FP8 = {28: ml_dtypes.float8_e4m3fn, 29: ml_dtypes.float8_e5m2}  # cudaDataType's
 
 
 class MatmulHeuristicResult:
@@ -219,13 +226,13 @@ def matmul_desc_create(compute_type: int, scale_type: int) -> int:
 
 
 def matmul_desc_set_attribute(matmul_desc: int, attr: int, buf: int, size_in_bytes: int) -> None:
-    assert size_in_bytes == (8 if attr == MatmulDescAttribute.BIAS_POINTER else 4)
+    assert size_in_bytes == (8 if MatmulDescAttribute(attr) in POINTERS else 4)
     _set(matmul_desc, attr, buf, size_in_bytes)
 
 
 def matrix_layout_create(type: int, rows: int, cols: int, ld: int) -> int:
     assert ld >= rows
-    return _made(kind=np.dtype(_CUDA_TYPES[type]), rows=rows, cols=cols, ld=ld)
+    return _made(type=type, kind=np.dtype(_CUDA_TYPES.get(type) or FP8[type]), rows=rows, cols=cols, ld=ld)
 
 
 def matmul_preference_create() -> int:
@@ -243,18 +250,44 @@ def matmul_preference_destroy(pref: int) -> None:
 
 def matmul_algo_get_heuristic(light_handle: int, operation_desc: int, adesc: int, bdesc: int, cdesc: int, ddesc: int, preference: int,
                               requested_algo_count: int, heuristic_results_array: int, return_algo_count: int) -> None:
-    wanted = _OBJECTS[preference]
-    _OBJECTS[operation_desc]["alignments"] = [wanted[MatmulPreferenceAttribute(number)] for number in (5, 6)]
+    wanted, description = _OBJECTS[preference], _OBJECTS[operation_desc]
+    assert cdesc == ddesc
+    a, b, d = (_OBJECTS[number] for number in (adesc, bdesc, ddesc))
+    alignments = [wanted[MatmulPreferenceAttribute(number)] for number in (5, 6, 7, 8)]
+    if why := _unsupported(description, a, b, d, alignments):
+        raise cuBLASLtError(f"CUBLAS_STATUS_NOT_SUPPORTED ({why})")
+    description["alignments"] = alignments
     _RESULTS[heuristic_results_array].workspace_size = 1000
     at(return_algo_count, 4).view(np.int32)[0] = requested_algo_count
+
+
+def _unsupported(description: dict[Any, Any], a: dict[str, Any], b: dict[str, Any], d: dict[str, Any], alignments: list[int]) -> str:
+    """Why there is no such product, by the tables of the manual; those of 8 bits on Hopper."""
+    types, bias = (a["type"], b["type"], d["type"]), MatmulDescAttribute.EPILOGUE in description
+    assert not bias or description[MatmulDescAttribute.EPILOGUE] == Epilogue.BIAS
+    if not any(kind in FP8 for kind in types):
+        if len({*types, *([description[MatmulDescAttribute.BIAS_DATA_TYPE]] if bias else [])}) > 1:
+            return f"types {types}"
+        return "scales of what has none" if any(scale in description for scale in SCALES) else ""
+    if CAPABILITY < 89:
+        return f"8 bits on sm_{CAPABILITY}"
+    if not (a["type"] in FP8 and b["type"] in FP8) or a["type"] == b["type"] == 29 or d["type"] not in (0, 2, 14):
+        return f"types {types}"
+    if (description[MatmulDescAttribute.TRANSA], description[MatmulDescAttribute.TRANSB]) != (1, 0):
+        return "8 bits not as TN"
+    if bias and description[MatmulDescAttribute.BIAS_DATA_TYPE] != (14 if d["type"] == 0 else d["type"]):
+        return f"a bias of type {description[MatmulDescAttribute.BIAS_DATA_TYPE]}"
+    lines = a["ld"], b["ld"], d["ld"] * d["kind"].itemsize
+    return f"lines of {lines} bytes, addresses of {alignments}" if any(n % 16 for n in (*lines, *alignments)) else ""
 
 
 def matmul(light_handle: int, compute_desc: int, alpha: int, a: int, adesc: int, b: int, bdesc: int, beta: int, c: int, cdesc: int,
            d: int, ddesc: int, algo: int, workspace: int, workspace_size_in_bytes: int, stream: int) -> None:
     description = _OBJECTS[compute_desc]
-    assert description[MatmulDescAttribute.EPILOGUE] == Epilogue.BIAS and algo in _RESULTS and c == d
-    assert [float(at(address, 4).view(np.float32)[0]) for address in (alpha, beta)] == [1, 0]
-    assert workspace_size_in_bytes == 1000 and not any(x % k for x, k in zip((a, b), description["alignments"], strict=True))
+    assert algo in _RESULTS and c == d
+    one, keep = [float(at(address, 4).view(np.float32)[0]) for address in (alpha, beta)]
+    assert one == 1 and keep in (0, 1)
+    assert workspace_size_in_bytes == 1000 and not any(x % k for x, k in zip((a, b, c, d), description["alignments"], strict=True))
 
     def matrix(address: int, number: int) -> tuple[np.ndarray, Range]:
         m = _OBJECTS[number]
@@ -264,16 +297,23 @@ def matmul(light_handle: int, compute_desc: int, alpha: int, a: int, adesc: int,
 
     (left, range_a), (right, range_b), (out, range_d) = matrix(a, adesc), matrix(b, bdesc), matrix(d, ddesc)
     turned_a, turned_b = description[MatmulDescAttribute.TRANSA], description[MatmulDescAttribute.TRANSB]
-    where = description[MatmulDescAttribute.BIAS_POINTER]
-    bias = at(where, len(out) * out.itemsize).view(out.dtype)
-    calls.append("product with a bias")
+    scales = [at(description[scale], 4).view(np.float32) for scale in SCALES if scale in description]
+    ranges = [range_a, range_b, (*range_d[:2], True), _range(workspace, 1000, True), *(_range(x.ctypes.data, 4, False) for x in scales)]
+    bias = None
+    if MatmulDescAttribute.EPILOGUE in description:
+        where, kind = description[MatmulDescAttribute.BIAS_POINTER], out.dtype
+        bias = at(where, len(out) * kind.itemsize).view(kind)
+        ranges.append(_range(where, bias.nbytes, False))
+    calls.append(("product of 8 bits" if scales else "product") + (" with a bias" if bias is not None else ""))
 
     def run() -> None:
         product = (left.T if turned_a else left).astype(np.float32) @ (right.T if turned_b else right).astype(np.float32)
-        out[...] = product + bias.astype(np.float32)[:, None]
+        for scale in scales:
+            product *= scale[0]
+        product += out.astype(np.float32) if keep else 0
+        out[...] = product if bias is None else product + bias.astype(np.float32)[:, None]
 
-    _stream(stream)._issue("cublasLt matmul", [range_a, range_b, (*range_d[:2], True), _range(where, bias.nbytes, False),
-                                               _range(workspace, 1000, True)], run)
+    _stream(stream)._issue("cublasLt matmul", ranges, run)
 
 
 MODULES: dict[str, dict[str, Any]] = {

@@ -20,6 +20,7 @@ from mpshard.device.numpy_device import NumpyDevice
 from mpshard.shard.precision import Precision
 from tests.device import cuda_on_cpu, lazy_cupy, lazy_nvidia
 from tests.device.lazy_nvidia import calls
+from tests.device.reference import fp8
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 NAMES = json.loads(Path(__file__).with_name("nvidia_names.json").read_text())
@@ -51,17 +52,21 @@ def plain():
 @pytest.fixture(scope="module")
 def libraries(plain):
     assert gpu_libraries(plain, list) == []
-    found = plain.attention_library, plain.product_library
-    plain.attention_library = plain.product_library = None
+    found = plain.attention_library, plain.product_library, plain.fp8_library
+    without(plain)
     return found
 
 
 @pytest.fixture
 def device(plain, libraries):
-    plain.attention_library, plain.product_library = libraries
+    plain.attention_library, plain.product_library, plain.fp8_library = libraries
     calls.clear()
     yield plain
-    plain.attention_library = plain.product_library = None
+    without(plain)
+
+
+def without(device):
+    device.attention_library = device.product_library = device.fp8_library = None
 
 
 def values(device, dtype, *shape):
@@ -149,13 +154,77 @@ def test_products_that_are_not_for_the_library(device):
     assert calls == []
 
 
+# -- 8 bits ----------------------------------------------------------------------------------
+def fp8_product(device, dtype, m, k, n, turned, gradients, bias=None, out=None, accumulate=False):
+    """By the device, and in float64 of the inputs that ml_dtypes rounds."""
+    a, b = matrix(device, dtype, m, k, turned[0]), matrix(device, dtype, k, n, turned[1])
+    expected = fp8(a[1], gradients[0]) @ fp8(b[1], gradients[1])
+    return device.matmul_fp8(a[0], b[0], gradients, out, accumulate, bias), expected
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16, np.dtype(np.float32)], ids=str)
+@pytest.mark.parametrize("gradients", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True), (True, True)])
+def test_products_of_8_bits(device, dtype, turned, gradients):
+    m, k, n = 6 if not turned[0] else 32, 48, 16
+    bias, bias64 = values(device, dtype, n)
+    found, expected = fp8_product(device, dtype, m, k, n, turned, gradients)
+    close(device, found, expected, dtype)
+    found, expected = fp8_product(device, dtype, m, k, n, turned, gradients, bias)
+    close(device, found, expected + bias64, dtype)
+    out, before = values(device, np.float32, m, n)
+    found, expected = fp8_product(device, dtype, m, k, n, turned, gradients, out=out, accumulate=True)
+    assert found is out
+    close(device, out, expected + before, np.dtype(np.float32))
+    with_bias = "product of 8 bits" + (" with a bias" if dtype.itemsize == 2 else "")  # of float32 it has none that is not bfloat16
+    assert calls == ["product of 8 bits", with_bias, "product of 8 bits"]
+
+
+@pytest.mark.parametrize("why", ["k", "n", "nothing", "two gradients", "address", "old"])
+def test_products_of_8_bits_that_are_not_for_the_library(device, monkeypatch, why):
+    """They are made of the same rounded numbers."""
+    m, k, n = 8, 40 if why == "k" else 0 if why == "nothing" else 48, 24 if why == "n" else 16
+    gradients = (True, why == "two gradients")
+    out = device.zeros(m * n + 1, HALF)[1:].reshape(m, n) if why == "address" else None
+    if why == "old":
+        monkeypatch.setattr(lazy_nvidia, "CAPABILITY", 80)
+        device.fp8_library._known.clear()
+    found, expected = fp8_product(device, HALF, m, k, n, (False, True), gradients, out=out)
+    close(device, found, expected, HALF)
+    assert calls == []
+    device.fp8_library._known.clear()
+
+
+def test_what_is_not_finite_shows_in_products_of_8_bits(device):
+    host = np.ones((16, 16), HALF)
+    host[3, 4] = np.inf
+    found = device.matmul_fp8(device.from_host(host), device.from_host(np.ones((16, 16), HALF)))
+    assert np.isnan(device.to_host(found)).all() and calls == ["product of 8 bits"]
+
+
+@pytest.mark.parametrize(("wrong", "reason"), [
+    ("old", "cuBLASLt 0 has no products of 8 bits on this GPU"), ("scale", "cuBLASLt 0 computes something else here: "),
+    ("formats", "cuBLASLt 0 computes something else here: ")])
+def test_products_of_8_bits_that_are_not_right_are_left_alone(plain, monkeypatch, wrong, reason):
+    if wrong == "old":
+        monkeypatch.setattr(lazy_nvidia, "CAPABILITY", 80)
+    elif wrong == "scale":  # not read
+        monkeypatch.setattr(lazy_nvidia, "SCALES", lazy_nvidia.SCALES[:1])
+    else:
+        monkeypatch.setitem(lazy_nvidia.FP8, 29, ml_dtypes.float8_e4m3fn)
+    (found,) = gpu_libraries(plain, list)
+    assert found.startswith(reason) and "\n" not in found
+    assert plain.fp8_library is None and plain.product_library is not None and plain.fp8_products == "by rounding alone"
+    without(plain)
+
+
 # -- which are taken -------------------------------------------------------------------------
 def test_what_is_not_installed_is_said(plain, monkeypatch):
     cupy_libraries = import_module("mpshard.device.cupy_libraries")  # not the package's attribute, which may be an earlier one
 
     monkeypatch.setattr(cupy_libraries, "find_spec", lambda name: None)
     assert gpu_libraries(plain, list) == ["nvidia-cudnn-frontend is not installed", "nvmath-python is not installed"]
-    assert plain.attention_library is plain.product_library is None
+    assert plain.attention_library is plain.product_library is plain.fp8_library is None
 
 
 @pytest.mark.parametrize("wrong", ["scale", "lse", "raises", "no plan"])
@@ -176,13 +245,13 @@ def test_a_library_that_is_not_right_is_left_alone(plain, monkeypatch, wrong):
     assert {"scale": "computes something else", "lse": "computes something else", "raises": "ZeroDivisionError division by zero",
             "no plan": "has no attention for 128 positions"}[wrong] in reason
     assert plain.attention_library is None and plain.product_library is not None and "\n" not in reason
-    plain.product_library = None
+    without(plain)
 
 
 def test_only_what_all_ranks_have_is_taken(plain):
-    assert gpu_libraries(plain, lambda here: [False, here[1]]) == []
-    assert plain.attention_library is None and plain.product_library is not None
-    plain.product_library = None
+    assert gpu_libraries(plain, lambda here: [False, here[1], False]) == []
+    assert plain.attention_library is plain.fp8_library is None and plain.product_library is not None
+    without(plain)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "cuda"])
