@@ -100,14 +100,14 @@ def test_moments(comm, optimizer, planned):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("recompute", ["none", "pointwise", "block"])
-def test_the_estimate_of_activations(comm, name, recompute):
+@pytest.mark.parametrize(("recompute", "products"), [("none", ""), ("pointwise", ""), ("block", ""), ("pointwise", "fp8")])
+def test_the_estimate_of_activations(comm, name, recompute, products):
     model = (gpt2(GPT2Config(n_layers=6, d_model=64, n_heads=4, vocab_size=101, max_seq_len=256)) if name == "gpt2" else
              llama(LlamaConfig(n_layers=6, d_model=64, n_heads=4, vocab_size=101)))
-    device = open_device("numpy")
-    sharded = shard(model, comm, device=device, recompute=recompute, transport="mpi", progress="poll")
+    device, precision = open_device("numpy"), Precision(products=products)
+    sharded = shard(model, comm, device=device, recompute=recompute, transport="mpi", progress="poll", precision=precision)
     ids = np.random.default_rng(comm.rank).integers(101, size=(1, 8, 257))
     sharded.step((ids[..., :-1], ids[..., 1:]))
     sharded.close()
-    estimated = activation_bytes(model, Options(recompute=recompute), 8 * 256)
+    estimated = activation_bytes(model, Options(recompute=recompute, precision=precision), 8 * 256)
     assert estimated == pytest.approx(device.memory.peak(Kind.ACTIVATION), rel=0.2)
