@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def machine(sizes: Sizes, out: Path) -> dict[str, Any]:
 
 def kernels(sizes: Sizes, out: Path) -> dict[str, Any]:
     """The tests of every kernel in every precision against float64."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests/device/test_cupy_kernels.py")]
+    files = [str(ROOT / "tests/device" / name) for name in ("test_cupy_kernels.py", "test_cupy_fp8.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     (out / "kernels.log").write_text(done.stdout + done.stderr)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", done.stdout)}
@@ -128,7 +130,10 @@ def rates(sizes: Sizes, out: Path) -> dict[str, Any]:
 
 
 def libraries(sizes: Sizes, out: Path) -> dict[str, Any]:
-    """NVIDIA's libraries where they are installed: whether they compute what the own kernels do, and how many times as fast."""
+    """NVIDIA's libraries where they are installed: whether they compute what the own kernels do, and how many times as fast.
+
+    Products of 8 bits, in all three ways that a linear layer has them: beside the own path, and beside products of bf16.
+    """
     from mpshard.device import gpu_libraries
     from mpshard.shard.precision import DTYPES
 
@@ -143,10 +148,30 @@ def libraries(sizes: Sizes, out: Path) -> dict[str, Any]:
             lambda: device.attention(qkv, h, k, e**-0.5), lambda: device.attention_backward(dy, qkv, y, lse, h, k, e**-0.5),
             lambda: device.matmul(x, w, bias=bias)))
 
+    n = sizes.product
+    a, b = (device.from_host(random.standard_normal((n, n), np.float32).astype(DTYPES["bf16"])) for _ in range(2))
+    layer = {"forward": (a, b.T, (False, False)), "inputs": (a, b, (True, False)), "weights": (a.T, b, (True, False))}
+    exact = {name: device.to_host(device.matmul_fp8(*args)).astype(np.float32) for name, args in layer.items()}
+
     own, left_out = measure(), gpu_libraries(device, list)
     names = ("attention", "attention_backward", "product_with_bias")
-    return {"device": device.about, "left_out": "; ".join(left_out) or "nothing",
-            **{f"{name}_times_as_fast": round(b / a, 2) for name, a, b in zip(names, own, measure(), strict=True)}}
+    found = {"device": device.about, "left_out": "; ".join(left_out) or "nothing", "fp8_products": device.fp8_products,
+             **{f"{name}_times_as_fast": round(b / a, 2) for name, a, b in zip(names, own, measure(), strict=True)}}
+    for name, (left, right, gradients) in layer.items():
+        values = device.to_host(device.matmul_fp8(left, right, gradients)).astype(np.float32)
+        difference = float(np.abs(values - exact[name]).max() / np.abs(exact[name]).max())
+        if not difference <= 2e-2:
+            raise AssertionError(f"products of 8 bits, {name}: {difference:.2e} of the largest value apart from the own path")
+        fp8, bf16 = (rate(device, sizes.repeats, action) for action in (
+            partial(device.matmul_fp8, left, right, gradients), partial(device.matmul, left, right)))
+        found |= {f"fp8_{name}_difference": difference, f"fp8_{name}_tflops": round(fp8 * 2 * n**3 / 1e12, 1),
+                  f"fp8_{name}_times_bf16": round(fp8 / bf16, 2)}
+    x8, w8 = device.to_fp8(a, False), device.to_fp8(b, False)  # what is left if rounding cost nothing
+    out = device.empty((n, n), DTYPES["bf16"])
+    if device.fp8_library is not None and (product := device.fp8_library.product((n, n, n), (False, False), out, False, None)):
+        alone = rate(device, sizes.repeats, lambda: device.fp8_library.run(product, x8, w8, None, out))
+        found["fp8_product_alone_tflops"] = round(alone * 2 * n**3 / 1e12, 1)
+    return found
 
 
 def losses(config: mps.LlamaConfig, steps: int, device: str, precision: Any = None, transport: str = "auto") -> list[float]:
@@ -182,13 +207,15 @@ def numpy_and_cupy(sizes: Sizes, out: Path) -> dict[str, Any]:
 
 
 def precisions(sizes: Sizes, out: Path) -> dict[str, Any]:
-    """bf16 and fp16 against fp32 on the GPU."""
+    """bf16, fp16, and bf16 with products of fp8, against fp32 on the GPU."""
     from mpshard.shard.precision import Precision
 
     exact = losses(sizes.small_model, sizes.steps, "cupy")
     tolerances = {"bf16": 2e-2, "fp16": 5e-3}
-    return {name: apart(losses(sizes.small_model, sizes.steps, "cupy", precision=Precision(name)), exact, tolerance)
-            for name, tolerance in tolerances.items()}
+    found = {name: apart(losses(sizes.small_model, sizes.steps, "cupy", precision=Precision(name)), exact, tolerance)
+             for name, tolerance in tolerances.items()}
+    fp8 = losses(sizes.small_model, sizes.steps, "cupy", precision=Precision("bf16", products="fp8"))
+    return found | {"bf16_fp8": apart(fp8, exact, 1e-1)}
 
 
 def two_ranks(sizes: Sizes, out: Path) -> dict[str, Any]:

@@ -32,6 +32,9 @@ def test_its_parts(check, tmp_path, capsys):
     with lazy_nvidia.installed():
         found = check.libraries(check.SMALL, tmp_path)
     assert found["left_out"] == "nothing" and "attention by cuDNN" in found["device"] and found["attention_times_as_fast"] > 0
+    assert found["fp8_products"] == "by cuBLASLt 0"
+    assert max(found[f"fp8_{name}_difference"] for name in ("forward", "inputs", "weights")) < 0.01
+    assert found["fp8_product_alone_tflops"] >= 0 and results["precisions"]["bf16_fp8"] > 0
     results["rates"] |= {"matmul_bf16_tflops": 790.0}
     results["pytorch"] = {"tokens_per_s": 1.0, "peak_bytes": 1}
     results["kernels"] = {"failed": "on purpose"}
