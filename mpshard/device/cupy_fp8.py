@@ -16,6 +16,7 @@ from mpshard.device.cupy_memory import CupyMemory, orientation
 
 MAGNITUDE_BLOCKS = 1024  # each adds its maximum to the same word
 TILE = 64  # rows and columns that a block of `to_fp8_turned` takes at a time
+TILES_DOWN = 1 << 15  # blocks below each other, of which CUDA takes fewer than side by side; each goes on by as many tiles
 
 
 class Fp8Matrix(NamedTuple):
@@ -53,7 +54,7 @@ class Fp8Kernels(CupyMemory):
         args = (lying, *made, self._largest(lying))
         if turned:
             rows, columns = lying.shape
-            grid = -(-columns // TILE), min(-(-rows // TILE), 1 << 15)
+            grid = -(-columns // TILE), min(-(-rows // TILE), TILES_DOWN)
             self.launch("to_fp8_turned", grid, 256, (*args, rows, columns, gradient), x.dtype)
         else:
             self._elementwise("to_fp8", x.size, (*args, x.size, gradient), x.dtype)

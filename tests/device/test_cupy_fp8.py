@@ -105,6 +105,13 @@ def test_products_are_of_the_rounded_inputs(gpu, m, k, n, dtype, gradients):
         assert_allclose(gpu.to_host(out), expected + 1, rtol=0, atol=1e-5 * max(1.0, float(np.abs(expected).max(initial=0))))
 
 
+def test_a_block_turns_several_tiles(gpu, monkeypatch):
+    monkeypatch.setitem(type(gpu).to_fp8.__globals__, "TILES_DOWN", 2)
+    x = np.random.default_rng(3).standard_normal((70, 300)).astype(np.float32)
+    words, scale = converted(gpu, x, False, turned=True)
+    assert_array_equal(words.view(E4M3).astype(np.float64) * float(scale), fp8(x, False))
+
+
 def test_gaps_between_rows(gpu):
     x = np.random.default_rng(2).standard_normal((6, 20)).astype(np.float32)
     on_gpu = gpu.from_host(x)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from mpshard.config import ConfigError
+from mpshard.config import ConfigError, load
 from mpshard.device.numpy_fp8 import E4M3, E5M2, scale_to_fp8
 from mpshard.shard.precision import Precision
 
@@ -65,6 +65,12 @@ def test_what_is_not_finite_shows_everywhere(device, wrong):
     for gradient in (False, True):
         assert np.isnan(device.round_to_fp8(x, gradient)).all()
     assert_array_equal(device.round_to_fp8(np.array([[0.0, -0.0]], np.float32), False), [[0, 0]])
+
+
+def test_what_the_configuration_says():
+    config = load(None, ["precision.param=bf16", "precision.gather=fp8_e4m3", "precision.products=fp8"])
+    assert Precision.of(config.precision) == Precision("bf16", "fp8_e4m3", products="fp8")
+    assert Precision.of(load(None).precision) == Precision()
 
 
 def test_a_format_that_is_not_known():
