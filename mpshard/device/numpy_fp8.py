@@ -40,7 +40,7 @@ class Fp8Kernels(DenseKernels):
         form, row_bytes = E5M2 if gradient else E4M3, x.shape[1] * x.itemsize
         scale = scale_to_fp8(float(np.maximum(x.max(), -x.min())), form)  # of NaN NaN, unlike Python's
         scratch = self.empty((block_rows(len(x), row_bytes), x.shape[1]), x.dtype)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, and is looked for
             for block in blocks(len(x), row_bytes):
                 scaled = np.multiply(x[block], scale, out=scratch[: block.stop - block.start])
                 np.multiply(scaled.astype(form).astype(x.dtype), 1 / scale, out=out[block])

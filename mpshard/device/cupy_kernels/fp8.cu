@@ -73,7 +73,8 @@ KERNEL largest_magnitude(const T* x, unsigned* largest, long long size) {
 }
 
 // -- rounding --------------------------------------------------------------------------------
-// y = x rounded to 8 bits, in its own type again, which holds these numbers.
+// y = x rounded to 8 bits, in its own type again, which holds these numbers; but what is rounded up from just under the type's
+// largest number, as float16's 65504 to 65536, overflows.
 KERNEL round_to_fp8(const T* x, T* y, const unsigned* largest, long long size, bool gradient) {
     Format format = format_of(gradient);
     float scale = scale_to(largest[0], format), back = scale_back(largest[0], format);
