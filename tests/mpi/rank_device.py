@@ -143,7 +143,7 @@ def test_evaluation_and_logits(comm, device):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"strategy": "none"}, "shard.strategy=none"), ({"transport": "shm"}, "use mpi or staged"),
+    ({"embedding": "rows"}, "use whole"), ({"transport": "shm"}, "use mpi or staged"),
     ({"progress": "thread"}, "use poll"), ({"precision": Precision("bf16", "fp8_e4m3")}, "precision.gather"),
     ({"precision": Precision("bf16", reduce="fp16")}, "precision.reduce"),
     ({"transport": "mpi", "cuda_aware": "no"}, "use shard.transport=staged")])
