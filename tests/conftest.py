@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.launch import TOKEN
+from tests.launch import TOKEN, launch
 
 if TOKEN not in os.environ:  # in ranks nobody uses it, and it takes a while to import
     from hypothesis import settings
@@ -21,6 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _ON_REQUEST = ("slow", "exhaustive", "cluster")
+_beside = ThreadPoolExecutor(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,3 +34,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if item.get_closest_marker(mark):  # not item.keywords: those hold the names of folders, too
                     item.add_marker(skip)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start what `tests/mpi/test_ranks.py` launches on one rank, if other tests come before and there is a core for it."""
+    if session.config.option.collectonly or os.cpu_count() == 1:
+        return
+    alone = [item for item in session.items if getattr(item, "originalname", "") == "test_ranks" and item.callspec.params["n"] == 1
+             and not item.get_closest_marker("skip")]
+    if alone and session.items[0] is not alone[0]:
+        for item in alone:
+            file, timeout, module = item.callspec.params["file"], item.callspec.params["timeout"], item.module
+            module.started[file] = _beside.submit(launch, 1, module.pytest_args(str(file)), 2 * timeout)
+
+
+def pytest_sessionfinish() -> None:
+    _beside.shutdown(cancel_futures=True)

@@ -247,6 +247,17 @@ class Device(Protocol):
     def cast(self, x: Array, out: Array) -> None:
         """out = x in out's dtype, same shape; rounded to the nearest, ties to even, overflow to infinity."""
 
+    def pack_fp8(self, x: Array, words: Array) -> None:
+        """x (n,) to words (n + blocks,) uint8: the elements as e4m3, then a scale's exponent + 127 for each block of 128.
+
+        A block is multiplied by the power of two that brings its largest element just under the format's largest number, 448,
+        so nothing overflows and the scale itself is exact. A block that holds what is not finite becomes NaN as a whole.
+        Rouhani et al. 2023 (arXiv:2310.10537).
+        """
+
+    def unpack_fp8(self, words: Array, out: Array, slices: int) -> None:
+        """Words of `slices` slices, end to end, to out (slices * n,) in its type."""
+
     def sum_of_squares(self, x: Array) -> float:
         """Sum of x[i]^2 of a flat array, in float64 from blocks."""
 

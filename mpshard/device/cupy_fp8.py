@@ -1,4 +1,4 @@
-"""Products of matrices rounded to 8 bits on a GPU.
+"""Numbers of 8 bits on a GPU: weights on their way, and products of matrices rounded to them.
 
 The scale of a matrix stays on the GPU: a kernel finds the largest magnitude, the next one reads it there. cuBLASLt multiplies the
 8 bits themselves where it can. Elsewhere, on older GPUs and for shapes it has nothing for, the rounded numbers are written in
@@ -13,8 +13,10 @@ import numpy as np
 
 from mpshard.device.base import Array
 from mpshard.device.cupy_memory import CupyMemory, orientation
+from mpshard.device.numpy_fp8 import BLOCK
 
 MAGNITUDE_BLOCKS = 1024  # each adds its maximum to the same word
+WARPS = 8  # of a block of `pack_fp8`, each with one block of elements
 TILE = 64  # rows and columns that a block of `to_fp8_turned` takes at a time
 TILES_DOWN = 1 << 15  # blocks below each other, of which CUDA takes fewer than side by side; each goes on by as many tiles
 
@@ -27,7 +29,7 @@ class Fp8Matrix(NamedTuple):
 
 
 class Fp8Kernels(CupyMemory):
-    """What `mpshard.device.base.Device.matmul_fp8` needs besides products.
+    """The 8-bit part of `mpshard.device.base.Device`, but for the products themselves.
 
     fp8_library: cuBLASLt's products of 8 bits, see `cupy_cublaslt`; None: all are made as the others are.
     """
@@ -37,6 +39,14 @@ class Fp8Kernels(CupyMemory):
     @property
     def fp8_products(self) -> str:
         return f"by {self.fp8_library.about}" if self.fp8_library is not None else "by rounding alone"
+
+    def pack_fp8(self, x: Array, words: Array) -> None:
+        blocks = -(-x.size // BLOCK)
+        if blocks:
+            self.launch("pack_fp8", (-(-blocks // WARPS),), 32 * WARPS, (x, words, x.size), x.dtype)
+
+    def unpack_fp8(self, words: Array, out: Array, slices: int) -> None:
+        self._elementwise("unpack_fp8", out.size, (words, out, out.size // slices, out.size), out.dtype)
 
     def round_to_fp8(self, x: Array, gradient: bool) -> Array:
         """x (m, k) rounded as `matmul_fp8` says: a new array of its type, which lies as x does."""

@@ -1,7 +1,7 @@
-"""Products of matrices rounded to 8 bits, on the CPU: what a GPU's are compared with, and slow.
+"""Numbers of 8 bits on the CPU: weights on their way, and products of matrices rounded to them.
 
 No CPU multiplies such numbers, so a product costs what it did and the rounding besides, by ml_dtypes, some 60 ms for each four
-million elements. It is here to see what the format does to a loss curve.
+million elements. It is here to see what the format does to a loss curve, and for a GPU's to be compared with.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from mpshard.device.numpy_dense import DenseKernels
 from mpshard.device.numpy_memory import block_rows, blocks
 
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
+BLOCK = 128  # elements that share a scale where weights travel so
 LARGEST_SCALE = 120  # as a power of two: it and one over it are ordinary float32 numbers, as all below are
 
 
 class Fp8Kernels(DenseKernels):
-    """`matmul_fp8` of `mpshard.device.base.Device`."""
+    """The 8-bit part of `mpshard.device.base.Device`."""
 
     fp8_products = "by rounding alone"
 
@@ -29,6 +30,28 @@ class Fp8Kernels(DenseKernels):
     ) -> np.ndarray:  # fmt: skip
         a, b = (self.round_to_fp8(x, gradient) for x, gradient in zip((a, b), gradients, strict=True))
         return self.matmul(a, b, out, accumulate, bias)
+
+    def pack_fp8(self, x: np.ndarray, words: np.ndarray) -> None:
+        n, blocks = x.size, -(-x.size // BLOCK)
+        padded = np.zeros(blocks * BLOCK, np.float32)
+        padded[:n] = x
+        rows = padded.reshape(blocks, BLOCK)
+        largest = np.abs(rows).max(axis=1)
+        fraction, exponent = np.frexp(np.maximum(largest, np.float32(2.0**-100)))  # 448 is 0.875 * 2^9
+        exponent = np.where(np.isfinite(largest), (9 - exponent - (fraction > 0.875)).clip(-100, 100), 0)
+        with np.errstate(invalid="ignore"):
+            rows *= np.where(np.isfinite(largest), np.ldexp(np.float32(1), exponent), np.float32(np.nan))[:, None]
+        words[:n] = padded[:n].astype(E4M3).view(np.uint8)
+        words[n:] = (exponent + 127).astype(np.uint8)
+
+    def unpack_fp8(self, words: np.ndarray, out: np.ndarray, slices: int) -> None:
+        n = out.size // slices
+        table, whole = np.arange(256, dtype=np.uint8).view(E4M3).astype(out.dtype), n // BLOCK * BLOCK
+        for source, target in zip(words.reshape(slices, -1), out.reshape(slices, n), strict=True):
+            np.take(table, source[:n], out=target, mode="clip")
+            scales = np.ldexp(out.dtype.type(1), 127 - source[n:].astype(np.int32))
+            target[:whole].reshape(-1, BLOCK)[...] *= scales[: whole // BLOCK, None]
+            target[whole:] *= scales[whole // BLOCK :].repeat(n - whole)
 
     def round_to_fp8(self, x: np.ndarray, gradient: bool) -> np.ndarray:
         """x (m, k) rounded as `matmul_fp8` says: a new array of its type, which lies as x does."""

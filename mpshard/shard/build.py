@@ -158,8 +158,7 @@ def _check_for_device(options: Options) -> None:
     for key, value, wrong, remedy in (
             ("shard.transport", options.transport, ("shm",), "mpi or staged"),
             ("shard.embedding", options.embedding, ("rows",), "whole"),
-            ("shard.progress", options.progress, ("thread", "timer"), "poll: the host thread is free while kernels run"),
-            ("precision.gather", options.precision.gather, ("fp8_e4m3",), "param")):
+            ("shard.progress", options.progress, ("thread", "timer"), "poll: the host thread is free while kernels run")):
         if value in wrong:
             raise ConfigError(f"{key}={value} cannot be had with run.device=cupy; use {remedy}")
     if options.precision.reduce not in ("fp32", options.precision.param):  # cuBLAS writes sums as float32 or as it reads

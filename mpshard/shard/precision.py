@@ -19,10 +19,11 @@ import numpy as np
 
 from mpshard.config import ConfigError, PrecisionConfig
 from mpshard.device.base import Array, Device
+from mpshard.device.numpy_fp8 import BLOCK
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64), "fp16": np.dtype(np.float16),
-    "bf16": np.dtype(ml_dtypes.bfloat16), "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn)}
+    "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Precision:
     def wire(self) -> Wire:
         """How slices are written for a gather."""
         if self.gather:
-            return Scaled(DTYPES[self.gather])
+            return Scaled()
         return Plain(DTYPES[self.master]) if self.param == self.master else Rounded(DTYPES[self.param])
 
     def arithmetic(self, device: Device) -> np.dtype[Any]:
@@ -111,18 +112,9 @@ class Rounded(Plain):
     """Each element rounded to a 16-bit format, to the nearest, ties to even."""
 
 
-BLOCK = 128  # elements that share a scale
-
-
 @dataclass(frozen=True)
 class Scaled:
-    """8-bit floats with one scale for each block of 128 elements, a power of two: 129 bytes for 512.
-
-    A block is multiplied by the power of two that brings its largest element just under the format's largest number
-    (448 for e4m3), so nothing overflows and the scale itself is exact. Rouhani et al. 2023 (arXiv:2310.10537).
-    """
-
-    format: np.dtype[Any]
+    """8-bit floats with one scale for each block of elements, 129 bytes for 512: see `Device.pack_fp8`."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -132,29 +124,10 @@ class Scaled:
         return elements + -(-elements // BLOCK)
 
     def encode(self, device: Device, master: Array, words: Array) -> None:
-        m = master.size
-        blocks = -(-m // BLOCK)
-        padded = np.zeros(blocks * BLOCK, np.float32)
-        padded[:m] = device.to_host(master)
-        rows = padded.reshape(blocks, BLOCK)
-        largest = np.abs(rows).max(axis=1)
-        limit = float(ml_dtypes.finfo(self.format).max)
-        exponent = np.floor(np.log2(limit / np.maximum(largest, 2.0**-100))).clip(-100, 100).astype(np.int32)
-        np.multiply(rows, np.ldexp(np.float32(1), exponent)[:, None], out=rows)
-        host = device.to_host(words)
-        host[:m] = padded[:m].astype(self.format).view(np.uint8)
-        host[m:] = (exponent + 127).astype(np.uint8)
+        device.pack_fp8(master, words)
 
     def decode(self, device: Device, words: Array, full: Array, slices: int) -> None:
-        m = full.size // slices
-        table = np.arange(256, dtype=np.uint8).view(self.format).astype(full.dtype)
-        for source, target in zip(device.to_host(words).reshape(slices, -1), full.reshape(slices, m), strict=True):
-            np.take(table, source[:m], out=target, mode="clip")
-            scales = np.ldexp(full.dtype.type(1), 127 - source[m:].astype(np.int32))
-            whole = m // BLOCK * BLOCK
-            np.multiply(target[:whole].reshape(-1, BLOCK), scales[: whole // BLOCK, None], out=target[:whole].reshape(-1, BLOCK))
-            if whole < m:
-                target[whole:] *= scales[-1]
+        device.unpack_fp8(words, full, slices)
 
 
 class LossScale:

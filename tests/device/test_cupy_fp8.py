@@ -117,3 +117,30 @@ def test_gaps_between_rows(gpu):
     on_gpu = gpu.from_host(x)
     assert_array_equal(gpu.to_host(gpu.round_to_fp8(on_gpu[:, 3:11], False)), fp8(x[:, 3:11], False))
     assert_array_equal(gpu.to_host(gpu.round_to_fp8(on_gpu[:, 3:11].T, False)), fp8(x[:, 3:11], False).T)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 127, 128, 129, 1000, 5000])
+def test_weights_on_their_way_are_numpys(gpu, n, dtype):
+    random = np.random.default_rng(n)
+    x = (random.standard_normal(n) * np.exp(2 * random.standard_normal(n))).astype(np.float16).astype(dtype)
+    x[n // 2:] *= 0
+    expected = np.empty(n + -(-n // 128), np.uint8)
+    EXACT.pack_fp8(x.astype(np.float32), expected)
+    words = gpu.zeros(len(expected), np.uint8)
+    gpu.pack_fp8(gpu.from_host(x), words)
+    assert_array_equal(gpu.to_host(words), expected)
+    values, out = np.empty(3 * n, np.float32), gpu.empty(3 * n, dtype)
+    EXACT.unpack_fp8(np.tile(expected, 3), values, 3)
+    gpu.unpack_fp8(gpu.from_host(np.tile(expected, 3)), out, 3)
+    assert_array_equal(gpu.to_host(out), values.astype(dtype))
+
+
+def test_weights_that_are_not_finite(gpu):
+    x = np.zeros(3 * 128, np.float32)
+    x[130], x[260], x[5] = np.nan, np.inf, 1e-44
+    words, out = gpu.zeros(3 * 129, np.uint8), gpu.empty(x.size, np.float32)
+    gpu.pack_fp8(gpu.from_host(x), words)
+    gpu.unpack_fp8(words, out, 1)
+    found = gpu.to_host(out)
+    assert (found[:128] == 0).all() and np.isnan(found[128:]).all()

@@ -38,6 +38,31 @@ def test_the_largest_element_is_just_under_the_largest_number(form):
         assert 0 < np.float32(scale) < np.inf and np.float32(1 / scale) >= np.finfo(np.float32).tiny
 
 
+@pytest.mark.parametrize("n", [1, 127, 128, 129, 1000])
+def test_weights_on_their_way(device, random, n):
+    """Each block of 128 by itself, whatever the others' size; slices end to end."""
+    parts = [(random.standard_normal(n) * np.exp(8 * random.standard_normal(n))).astype(np.float32) for _ in range(2)]
+    words = [np.empty(n + -(-n // 128), np.uint8) for _ in parts]
+    for x, of_x in zip(parts, words, strict=True):
+        device.pack_fp8(x, of_x)
+    found = np.empty(2 * n, np.float32)
+    device.unpack_fp8(np.concatenate(words), found, 2)
+    for x, y in zip(parts, found.reshape(2, n), strict=True):
+        for start in range(0, n, 128):
+            block = x[start:start + 128].astype(np.float64)
+            scale = 2.0 ** np.floor(np.log2(448 / np.abs(block).max()))
+            assert_array_equal(y[start:start + 128], (block * scale).astype(E4M3).astype(np.float64) / scale)
+
+
+def test_weights_that_are_nothing_or_not_finite(device):
+    x = np.zeros(4 * 128, np.float32)
+    x[128], x[256], x[385] = np.nan, np.inf, 2.0**-120
+    words, found = np.empty(4 * 129, np.uint8), np.empty_like(x)
+    device.pack_fp8(x, words)
+    device.unpack_fp8(words, found, 1)
+    assert (found[:128] == 0).all() and np.isnan(found[128:384]).all() and (found[384:] == 0).all()
+
+
 @pytest.mark.parametrize("gradients", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("m", "k", "n"), [(5, 7, 3), (64, 48, 32), (0, 3, 2), (3, 0, 2)])

@@ -5,20 +5,25 @@ together. `-m mpi4py` turns the failure of one rank into an abort of all; withou
 
 A file may say at its top, as literals: `RANKS = (1, 2, 4)` (not at all four), `TIMEOUT = 120` (seconds a
 launch; default 90) and `MARKS = ("slow",)` (marks of its launches; marks inside the file have no effect).
+
+A launch of one rank leaves cores idle, as do the tests of a single process that come before these; so `tests/conftest.py` starts
+those of one rank beside them, one after another.
 """
 
 from __future__ import annotations
 
 import ast
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch import launch
+from tests.launch import Result, launch
 
 HERE = Path(__file__).parent
 ALL_RANKS = (1, 2, 3, 4)
+started: dict[Path, Future[Result]] = {}  # launches of one rank
 
 
 def settings(file: Path) -> dict[str, Any]:
@@ -42,7 +47,7 @@ def launches() -> list[Any]:
 
 @pytest.mark.parametrize(("file", "n", "timeout"), launches())
 def test_ranks(file: Path, n: int, timeout: float) -> None:
-    result = launch(n, pytest_args(str(file)), timeout)
+    result = started.pop(file).result() if n == 1 and file in started else launch(n, pytest_args(str(file)), timeout)
     if result.returncode:
         pytest.fail(result.report(), pytrace=False)
 

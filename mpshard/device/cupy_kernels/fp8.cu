@@ -1,4 +1,4 @@
-// Numbers of 8 bits with one scale for a matrix, a power of two. See `Device.matmul_fp8`.
+// Numbers of 8 bits with one scale for a matrix or for a block of 128, a power of two. See `Device.matmul_fp8`, `Device.pack_fp8`.
 //
 // e4m3: 4 bits of exponent, 3 after the point; no infinity, largest 448. e5m2, for gradients: 5 and 2, largest 57344. The
 // conversions are written out: only GPUs from sm_89 on have instructions for them, and memory is what these kernels wait for.
@@ -70,6 +70,42 @@ KERNEL largest_magnitude(const T* x, unsigned* largest, long long size) {
     if (threadIdx.x) return;
     for (unsigned warp = 1; warp < blockDim.x / 32; warp++) top = parts[warp] > top ? parts[warp] : top;
     atomicMax(largest, top);
+}
+
+// -- weights on their way --------------------------------------------------------------------
+#define BLOCK 128
+INLINE int block_exponent(unsigned magnitude) {
+    int exponent = scale_exponent(magnitude, format_of(false));
+    return magnitude >= 0x7f800000u ? 0 : exponent < -100 ? -100 : exponent > 100 ? 100 : exponent;
+}
+
+// words[:n] = x as e4m3, words[n + k] = 127 + the exponent of block k's scale. A warp takes a block.
+KERNEL pack_fp8(const T* x, unsigned char* words, long long n) {
+    long long block = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32, start = block * BLOCK + threadIdx.x % 32;
+    unsigned top = 0;
+    for (long long i = start; i < start + BLOCK && i < n; i += 32) {
+        unsigned bits = __float_as_uint((float)widen(x[i])) & 0x7fffffffu;
+        top = bits > top ? bits : top;
+    }
+    for (int distance = 16; distance; distance /= 2) {
+        unsigned other = __shfl_xor_sync(0xffffffffu, top, distance);
+        top = other > top ? other : top;
+    }
+    int exponent = block_exponent(top);
+    float scale = top < 0x7f800000u ? power_of_two(exponent) : __uint_as_float(0x7fffffffu);
+    for (long long i = start; i < start + BLOCK && i < n; i += 32)
+        words[i] = to_8_bits((float)widen(x[i]) * scale, format_of(false));
+    if (threadIdx.x % 32 == 0 && block * BLOCK < n) words[n + block] = (unsigned char)(exponent + 127);
+}
+
+// y (slices * n) from the words of so many slices, end to end.
+KERNEL unpack_fp8(const unsigned char* words, T* y, long long n, long long size) {
+    long long of_slice = n + (n + BLOCK - 1) / BLOCK;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < size; i += (long long)gridDim.x * blockDim.x) {
+        const unsigned char* slice = words + i / n * of_slice;
+        long long at = i % n;
+        narrow((A)(from_8_bits(slice[at], format_of(false)) * power_of_two(127 - (int)slice[n + at / BLOCK])), y[i]);
+    }
 }
 
 // -- rounding --------------------------------------------------------------------------------
