@@ -177,7 +177,7 @@ class ShardConfig:
     reduce: Literal["mpi", "alltoall"] = key("mpi", "reduce-scatter by MPI, or all-to-all and a sum in rank order")
     embedding: Literal["auto", "whole", "rows"] = key(
         "auto", "what travels of a table of embeddings: all of it, or the rows that a micro-batch's tokens name and their gradients; "
-        "auto = rows where messages go to other nodes and no head reads the table"
+        "auto = rows where every rank has a node of its own; never of a table that a head reads"
     )
     transport: Literal["auto", "mpi", "shm", "staged"] = key(
         "auto", "how a unit travels: as messages, in memory that the ranks of a node share, or from a GPU through pinned memory"

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMED_OUT = 124  # the exit status that coreutils' `timeout` gives
 
 TOKEN = "MPSHARD_TEST_LAUNCH"
+CACHE = "MPSHARD_TEST_CACHE"  # a folder that outlives a launch
 # What launchers tell their ranks. A job started from inside a job must not see it: it would join the outer one.
 _LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "HYDI_", "MPI_", "SLURM_", TOKEN)
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
@@ -122,6 +123,7 @@ def launch(
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # of pytest in the ranks: plugins nobody there uses, most of its start
         "TMPDIR": str(folder),  # the launcher's sessions and pytest's temporary folders go when the job goes
         TOKEN: token,
+        CACHE: os.environ.get(CACHE, tempfile.gettempdir()),
         **(env or {}),
     }
     segments = _segments()

@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from mpshard.comm import collectives
 from mpshard.comm.collectives import Operation, Pending, Progress
-from mpshard.comm.transport import MessageTransport, Slot, Store, Transport
+from mpshard.comm.transport import HostTransport, Slot, Store
 from mpshard.device.base import Array, Device, Kind
 
 CHUNK = 64 << 20  # bytes of a window: windows are costly, so stores share them; untouched pages cost nothing
@@ -120,7 +120,7 @@ class SharedSlot(Slot):
         collectives.wait_until(self.done.reached(self.ready.mine), meanwhile=self.progress.poll)
 
 
-class SharedTransport:
+class SharedTransport(HostTransport):
     """Shared memory inside a node, messages between the counterparts of several nodes.
 
     comm: all ranks, `ranks_on_node` of them consecutive on every node (see `fits`). Test several nodes on one by
@@ -195,12 +195,6 @@ class SharedTransport:
         self.bytes_reduced += out.size * width * (self.comm.size - 1)
         step = self._sum_here if self.nodes == 1 else self._sum_across
         return self.progress.start(Pending(step(slot, out, accumulate), out), lane="reduce")
-
-    def among(self, comm: MPI.Comm) -> Transport:
-        return MessageTransport(comm, self.device, self.progress, ordered=True)
-
-    def holding(self, array: Array) -> Slot:
-        return Slot(array)
 
     def _round(self, values: Array, dtype: Any) -> None:
         """Round in place: nothing travels, but the sum must not depend on the transport."""

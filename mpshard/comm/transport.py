@@ -84,7 +84,29 @@ class Transport(Protocol):
         """A slot of `among` that is memory at hand, from now on."""
 
 
-class MessageTransport:
+class HostTransport:
+    """What transports of the host's memory have in common: buffers of a rank's own and, whatever they are, messages among others."""
+
+    device: Device
+    progress: Progress
+
+    def store(self, size: int, dtype: Any, kind: Kind) -> Store:
+        return Store(self.device.zeros(size, dtype, kind))
+
+    def slot(self, size: int, dtype: Any, kind: Kind) -> Slot:
+        return Slot(self.device.empty(size, dtype, kind))
+
+    def release(self, slot: Slot | None) -> None:
+        pass
+
+    def among(self, comm: MPI.Comm) -> Transport:
+        return MessageTransport(comm, self.device, self.progress, ordered=True)
+
+    def holding(self, array: Array) -> Slot:
+        return Slot(array)
+
+
+class MessageTransport(HostTransport):
     """Plain MPI messages.
 
     ordered: reduce by an all-to-all and a local sum in rank order instead of MPI's reduce-scatter. It moves
@@ -99,20 +121,11 @@ class MessageTransport:
         self.comm, self.device, self.progress, self.ordered = comm.Dup(), device, progress, ordered
         self.bytes_gathered = self.bytes_reduced = 0
 
-    def store(self, size: int, dtype: Any, kind: Kind) -> Store:
-        return Store(self.device.zeros(size, dtype, kind))
-
-    def slot(self, size: int, dtype: Any, kind: Kind) -> Slot:
-        return Slot(self.device.empty(size, dtype, kind))
-
     def gather(self, store: Store, slot: Slot | None) -> Pending:
         assert slot is not None
         full = slot.array[: store.local.size * self.comm.size]
         self.bytes_gathered += full.nbytes - store.local.nbytes
         return self.progress.start(Pending(collectives.all_gather(self.comm, store.local, full), full))
-
-    def release(self, slot: Slot | None) -> None:
-        pass
 
     def reduce(self, slot: Slot, size: int, out: Array, accumulate: bool, travels_as: Any = None) -> Pending:
         full, device, world = slot.array[:size], self.device, self.comm.size
@@ -133,14 +146,7 @@ class MessageTransport:
             collectives.reduce_scatter(self.comm, full, summed), out, then=lambda: device.add(out, summed)))
 
 
-    def among(self, comm: MPI.Comm) -> Transport:
-        return MessageTransport(comm, self.device, self.progress, ordered=True)
-
-    def holding(self, array: Array) -> Slot:
-        return Slot(array)
-
-
-class ReplicaTransport:
+class ReplicaTransport(HostTransport):
     """Nothing is sharded: every rank holds all weights, and gradients are summed everywhere.
 
     ordered: the sum is made slice by slice in rank order (an all-to-all, a local sum, an all-gather) instead of by MPI.
@@ -154,17 +160,8 @@ class ReplicaTransport:
         self.comm, self.device, self.progress, self.ordered = comm.Dup(), device, progress, ordered
         self.bytes_gathered = self.bytes_reduced = 0
 
-    def store(self, size: int, dtype: Any, kind: Kind) -> Store:
-        return Store(self.device.zeros(size, dtype, kind))
-
-    def slot(self, size: int, dtype: Any, kind: Kind) -> Slot:
-        return Slot(self.device.empty(size, dtype, kind))
-
     def gather(self, store: Store, slot: Slot | None) -> Pending:
         return self.progress.start(Pending(collectives.nothing(), store.local))
-
-    def release(self, slot: Slot | None) -> None:
-        pass
 
     def reduce(self, slot: Slot, size: int, out: Array, accumulate: bool, travels_as: Any = None) -> Pending:
         full, device, world = slot.array[:size], self.device, self.comm.size
@@ -185,12 +182,6 @@ class ReplicaTransport:
             device.add(out, summed[:size]) if accumulate else device.cast(summed[:size], out)
 
         return self.progress.start(Pending(operation, out, then), lane="reduce")
-
-    def among(self, comm: MPI.Comm) -> Transport:
-        return MessageTransport(comm, self.device, self.progress, ordered=True)
-
-    def holding(self, array: Array) -> Slot:
-        return Slot(array)
 
     def _sum_in_shares(self, send: Array, parts: Array, summed: Array) -> Operation:
         yield from collectives.all_to_all(self.comm, send, parts)

@@ -57,7 +57,8 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     reduce: of messages: "mpi", MPI's reduce-scatter; "alltoall", an all-to-all and a local sum in a fixed order. A
         GPU always does the second.
     embedding: what travels of a table of embeddings that only lookups read: "whole", all of it; "rows", those that the
-        micro-batches' tokens name, and their gradients; "auto", rows where messages go to other nodes.
+        micro-batches' tokens name, and their gradients; "auto", rows where units travel as messages and some go to other nodes:
+        that is, with "auto" for the transport, where every rank has a node of its own.
     transport: "mpi", plain messages; "shm", memory that the ranks of a node share; "auto", shm where it can be had. On a
         GPU: "mpi", messages from and to its memory; "staged", through pinned memory of the host; "auto", mpi if it can.
     progress: "poll" between kernels; "timer": also every 2 ms during them; "thread": one that runs the communication, for ranks

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mpshard.device import cupy_source
+from tests.launch import CACHE
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.hpp")
 
@@ -48,8 +49,8 @@ def _scheduler() -> ctypes.CDLL:
 
 
 def _build(text: str, options: tuple[str, ...]) -> str:
-    """The path of a shared library, made once and kept in the system's temporary folder."""
-    folder = Path(tempfile.gettempdir()) / f"mpshard-kernels-{os.getuid()}"
+    """The path of a shared library, made once and kept in the system's temporary folder, also by what is launched."""
+    folder = Path(os.environ.get(CACHE, tempfile.gettempdir())) / f"mpshard-kernels-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     key = hashlib.sha256("\0".join([SHIM.read_text(), text, *options]).encode()).hexdigest()[:24]
     library = folder / f"{key}.so"
