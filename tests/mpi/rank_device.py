@@ -19,7 +19,7 @@ from tests import golden
 from tests.device import cuda_on_cpu, lazy_cupy
 from tests.models_small import deal, golden_sharded
 
-RANKS = (2,)  # one is for rank_offload
+RANKS = (2, 3)  # one is for rank_offload
 TIMEOUT = 300
 pytestmark = [pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value"),  # of the stand-in's products, as a GPU's are
               pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))]

@@ -18,7 +18,7 @@ from mpshard.shard.schedule import Offload
 from tests.device import cuda_on_cpu, lazy_cupy
 from tests.models_small import deal
 
-RANKS = (1,)  # two are for rank_device and rank_device_options
+RANKS = (1, 2)
 TIMEOUT = 300
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 SEQUENCES, T, VOCAB, LAYERS = 4, 5, 61, 3
