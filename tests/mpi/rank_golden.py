@@ -14,6 +14,8 @@ RANKS = (1, 2, 3, 4)
 
 # Noise, not values: see the note in tests/golden/__init__.py.
 NOISE = {"gpt2": "attn.c_attn.bias", "llama": None, "llama_tied": "self_attn.k_proj.bias"}
+# Of 20 steps: rounding grows most in this one, whose norms differ by 6e-6 and final weights by 2e-5; the others' by under 1e-6.
+NORMS, FINALS = {"llama": 2e-5}, {"llama": 5e-5}
 
 
 def run(name, comm, micro=1, steps=20, **options):
@@ -60,7 +62,7 @@ def test_equal_to_pytorch(comm, name, micro, options):
     reference = golden.load(name)
     outputs, gradients, weights = run(name, comm, micro, **options)
     np.testing.assert_allclose([o.loss for o in outputs], reference.losses64, rtol=1e-5)
-    np.testing.assert_allclose([o.grad_norm for o in outputs], reference.grad_norms64, rtol=1e-4)
+    np.testing.assert_allclose([o.grad_norm for o in outputs], reference.grad_norms64, rtol=NORMS.get(name, 1e-5))
     assert sorted(gradients) == sorted(reference.gradients64) and sorted(weights) == sorted(reference.finals64)
     for key, expected in reference.gradients64.items():
         np.testing.assert_allclose(gradients[key], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max() + 1e-9, err_msg=key)
@@ -68,7 +70,7 @@ def test_equal_to_pytorch(comm, name, micro, options):
         if NOISE[name] is None or NOISE[name] not in key:
             # Tensors as a whole: where a gradient is about zero, AdamW makes whole steps of its rounding.
             error = np.linalg.norm(weights[key] - expected) / np.linalg.norm(expected)
-            assert error < 5e-5, f"{key}: {error:.1e}"
+            assert error < FINALS.get(name, 1e-5), f"{key}: {error:.1e}"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
