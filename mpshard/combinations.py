@@ -64,6 +64,8 @@ def _refuse_training(config: Config, world: int) -> None:
     for name in ("nan", "on_spike"):
         if getattr(g, name) == "rollback" and not config.checkpoint.every:
             raise ConfigError(f"guard.{name}=rollback needs checkpoints to go back to: set checkpoint.every")
+    if g.checksums and config.shard.embedding == "rows":
+        raise ConfigError("shard.embedding=rows has no effect with guard.checksums=true, which looks at every unit whole; use auto")
     if o.warmup_steps > t.steps:
         raise ConfigError(f"optim.warmup_steps={o.warmup_steps} is over train.steps={t.steps}; lower it")
     for name, used in (("train.eval_ema=true", t.eval_ema), ("checkpoint.weights=ema", config.checkpoint.weights == "ema")):

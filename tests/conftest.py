@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.launch import TOKEN, launch
+from tests.launch import TOKEN, end_all, launch
 
 if TOKEN not in os.environ:  # in ranks nobody uses it, and it takes a while to import
     from hypothesis import settings
@@ -38,7 +38,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start what `tests/mpi/test_ranks.py` launches on one rank, if other tests come before and there is a core for it."""
-    if session.config.option.collectonly or os.cpu_count() == 1:
+    option = session.config.option
+    if option.collectonly or option.setupplan or option.setuponly or os.cpu_count() == 1:
         return
     alone = [item for item in session.items if getattr(item, "originalname", "") == "test_ranks" and item.callspec.params["n"] == 1
              and not item.get_closest_marker("skip")]
@@ -49,4 +50,5 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    _beside.shutdown(cancel_futures=True)
+    _beside.shutdown(wait=False, cancel_futures=True)
+    end_all()  # a session that was stopped leaves one under way

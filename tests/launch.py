@@ -50,6 +50,17 @@ _REDIRECT = (
 _SEGMENTS = ("mpich_", "sm_segment.", "osc_sm.", "ucx_shm_", "open_mpi.", "mpshard")
 
 
+under_way: set[str] = set()  # tokens of launches that have not come to their end
+
+
+def end_all() -> None:
+    """End whatever is under way, on any thread, and wait for its `launch` to have cleaned up."""
+    while under_way:
+        for token in list(under_way):
+            _end(token)
+        time.sleep(0.02)
+
+
 @dataclass(frozen=True)
 class Result:
     """What a launch left behind. `logs[r]` is everything rank r wrote, standard output first."""
@@ -127,6 +138,7 @@ def launch(
         **(env or {}),
     }
     segments = _segments()
+    under_way.add(token)
     try:
         with open(folder / "launcher", "wb") as said:
             job = subprocess.Popen(
@@ -146,6 +158,7 @@ def launch(
     finally:  # also when a person stops the test run with Ctrl-C
         _end(token)
         job.wait()
+        under_way.discard(token)
         leaked = _remove_segments(segments) if job.returncode else ()
         shutil.rmtree(folder, ignore_errors=True)
     logs = tuple(o + e for o, e in zip(out, err, strict=True))

@@ -134,6 +134,8 @@ def test_effective_configuration_leaves_out_keys_without_effect():
         ("optim.warmup_steps=9 train.steps=8", "optim.warmup_steps=9 is over train.steps=8; lower it"),
         ("optim.schedule=constant optim.min_lr_ratio=0.2",
          "optim.min_lr_ratio=0.2 has no effect with optim.schedule=constant; remove it"),
+        ("guard.checksums=true shard.embedding=rows",
+         "shard.embedding=rows has no effect with guard.checksums=true, which looks at every unit whole; use auto"),
         ("data.train=x.txt train.eval_every=5", "train.eval_every=5 but data.eval is none; set data.eval or remove it"),
     ],
 )  # fmt: skip

@@ -114,11 +114,12 @@ class RowMessages:
         total[:] = 0
         place = self.places[self.comm.rank]
         table = total[place].reshape(-1, self.width)
-        for part, rows in zip(parts, wanted.theirs, strict=True):
-            before, after, values = self._split(part, place, out.size)
-            total[:place.start] += before
-            total[place.stop:] += after
-            table[rows] += values
+        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is looked for in the sum
+            for part, rows in zip(parts, wanted.theirs, strict=True):
+                before, after, values = self._split(part, place, out.size)
+                total[:place.start] += before
+                total[place.stop:] += after
+                table[rows] += values
         if accumulate:
             self.device.add(out, total)
 

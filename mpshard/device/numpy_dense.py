@@ -49,7 +49,8 @@ class DenseKernels(NumpyMemory):
         y += bias
 
     def add(self, out: np.ndarray, x: np.ndarray) -> None:
-        out += x
+        with np.errstate(invalid="ignore", over="ignore"):  # gradients that are not finite are looked for in their norm
+            out += x
 
     def column_sum(self, dy: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
         total = np.zeros_like(out)

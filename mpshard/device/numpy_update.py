@@ -84,12 +84,13 @@ class UpdateKernels(NumpyMemory):
         step = block_rows(out.size, out.itemsize)
         depth = max(1, (len(parts) - 1).bit_length()) + 1
         scratch = self.empty((depth, step), out.dtype)
-        for block in blocks(out.size, out.itemsize):
-            rows = [row[: block.stop - block.start] for row in scratch]
-            if accumulate:
-                out[block] += _tree_sum(parts, block, rows[0], rows[1:])
-            else:
-                _tree_sum(parts, block, out[block], rows)
+        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is looked for in the sum
+            for block in blocks(out.size, out.itemsize):
+                rows = [row[: block.stop - block.start] for row in scratch]
+                if accumulate:
+                    out[block] += _tree_sum(parts, block, rows[0], rows[1:])
+                else:
+                    _tree_sum(parts, block, out[block], rows)
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
         if x.dtype == np.float32 and out.dtype == BF16:

@@ -13,7 +13,7 @@ from mpshard.device.base import Kind
 from mpshard.nn.module import Model
 from mpshard.shard.grouping import group, stages_of, tables_of
 from mpshard.shard.layout import Layout, Segment, Table, lay_out
-from mpshard.shard.options import Options
+from mpshard.shard.options import Options, refuse
 from mpshard.shard.precision import DTYPES, Plain
 from mpshard.shard.schedule import (
     Finish,
@@ -78,7 +78,8 @@ def topology(options: Options, ranks: int, ranks_on_node: int = 0) -> Topology:
     if options.strategy == "hybrid":
         size = options.dp_shard or (ranks // options.dp_replicate if options.dp_replicate else node)
         if ranks % size or (options.dp_replicate and size * options.dp_replicate != ranks):
-            raise ConfigError(f"mesh.dp_shard x mesh.dp_replicate does not multiply out to {ranks} ranks")
+            raise ConfigError(f"mesh.dp_shard x mesh.dp_replicate does not multiply out to {ranks} ranks; use divisors of it that do, "
+                              "or 0 for one of them")
     if options.keep_ranks and (options.keep_ranks >= size or size % options.keep_ranks):
         raise ConfigError(f"shard.reshard_after_forward={options.keep_ranks} is no divisor of the {size} ranks of a unit, or all of them")
     shares = options.transport == "shm" or not (options.wants_messages or (node == 1 and size > 1))
@@ -96,6 +97,7 @@ def plan(model: Model, options: Options, ranks: int, micro_batches: int = 1, *, 
     programs lag and which computes in 16 bits where weights arrive so. tokens: of a micro-batch; 0: not known, it may name every
     row of a table.
     """
+    refuse(options, model, on_host)
     topo = topology(options, ranks, ranks_on_node)
     if not on_host:  # nobody shares a GPU's memory; a unit that is not cut lies whole in its slice
         topo = replace(topo, shares_memory=topo.group == 1)

@@ -30,8 +30,9 @@ def plan_of(config: Config, ranks: int, ranks_on_node: int = 0, rank: int = 0) -
     """The plan of a resolved configuration on `ranks` ranks. ConfigError if it cannot run on so many."""
     configuration.validate(config, ranks)
     t, model = config.train, models.model_of(config)
+    tokens = 0 if config.guard.checksums else t.micro_batch_size * config.data.seq_len  # units that are looked at travel whole
     return plan(model, options_of(config), ranks, t.global_batch_size // (t.micro_batch_size * ranks), rank=rank,
-                ranks_on_node=ranks_on_node, tokens=t.micro_batch_size * config.data.seq_len, evaluates=config.data.eval != "none",
+                ranks_on_node=ranks_on_node, tokens=tokens, evaluates=config.data.eval != "none",
                 on_host=_on_host(config), **_optimizer(config, model))
 
 

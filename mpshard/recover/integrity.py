@@ -116,6 +116,6 @@ class Checksums:
         words = unit.store.local[place * size:(place + 1) * size]
         if unit.travels_as_it_is:
             return words
-        out = self.sharded.device.empty(unit.layout.shard_size, unit.dtype, Kind.STAGING)
+        out = self.sharded.device.empty(unit.layout.shard_size, unit.computes_in, Kind.STAGING)
         unit.wire.decode(self.sharded.device, words, out, 1)
         return out

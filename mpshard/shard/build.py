@@ -20,7 +20,7 @@ from mpshard.device.base import Accelerator, Device
 from mpshard.device.blas import cpu_flags
 from mpshard.device.numpy_device import NumpyDevice
 from mpshard.nn.module import Model
-from mpshard.shard.options import Options
+from mpshard.shard.options import Options, refuse
 from mpshard.shard.precision import DTYPES, Precision
 from mpshard.shard.sharded import Sharded
 
@@ -93,6 +93,7 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     opened = agree(mesh.comm, lambda: open_device(
         device, False, mesh.node_rank, mesh.ranks_on_node, options.precision.tf32,
         _kernels(kernels, comm))) if isinstance(device, str) else device
+    refuse(options, model, opened.on_host)
     if opened.on_host:
         if isinstance(device, str) and kernels == "cuda":
             raise ConfigError("run.kernels=cuda is of a GPU; with run.device=numpy use auto, numpy or compiled")
@@ -101,7 +102,6 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
         mover = progress_for(progress, mesh.cores, mesh.world, ranks_on_node or mesh.ranks_on_node)
         carrier = _transport(options, model, mesh, ranks_on_node or mesh.ranks_on_node, opened, mover)
     else:
-        _check_for_device(options)
         if isinstance(device, str):
             _libraries(opened, kernels, comm, options.precision.products == "fp8")
         mover = progress_for("poll", mesh.cores, mesh.world, mesh.ranks_on_node)  # the host is free while kernels run
@@ -154,19 +154,6 @@ def _multiply_bf16(device: NumpyDevice, mesh: Mesh) -> None:
         device.about += ", bfloat16 products"
 
 
-def _check_for_device(options: Options) -> None:
-    """Refuse what there is not on a GPU."""
-    for key, value, wrong, remedy in (
-            ("shard.transport", options.transport, ("shm",), "mpi or staged"),
-            ("shard.embedding", options.embedding, ("rows",), "whole"),
-            ("shard.progress", options.progress, ("thread", "timer"), "poll: the host thread is free while kernels run")):
-        if value in wrong:
-            raise ConfigError(f"{key}={value} cannot be had with run.device=cupy; use {remedy}")
-    if options.precision.reduce not in ("fp32", options.precision.param):  # cuBLAS writes sums as float32 or as it reads
-        raise ConfigError(f"precision.reduce={options.precision.reduce} with precision.param={options.precision.param} cannot be had "
-                          "with run.device=cupy; use fp32 or the same")
-
-
 def _group_size(options: Options, comm: MPI.Comm, ranks_on_node: int) -> int:
     """Ranks among which a unit is gathered; 0: all."""
     if options.strategy != "hybrid":
@@ -174,17 +161,15 @@ def _group_size(options: Options, comm: MPI.Comm, ranks_on_node: int) -> int:
     size, groups = options.dp_shard, options.dp_replicate
     if not size:
         size = comm.size // groups if groups else ranks_on_node or communication.ranks_on_node(comm)
-    groups = groups or comm.size // size
+    groups = groups or max(1, comm.size // size)
     if size * groups != comm.size:
-        raise ConfigError(f"mesh.dp_shard x mesh.dp_replicate = {size} x {groups} = {size * groups} "
-                          f"is not the number of ranks, {comm.size}")
+        raise ConfigError(f"mesh.dp_shard x mesh.dp_replicate = {size} x {groups} is not the number of ranks, {comm.size}; use divisors "
+                          "of it that multiply out, or 0 for one of them")
     return size
 
 
 def _transport(options: Options, model: Model, mesh: Mesh, node: int, device: Device, progress: Progress) -> Transport:
     ordered = options.reduce == "alltoall" or options.deterministic
-    if options.transport == "staged":
-        raise ConfigError("shard.transport=staged has no effect with run.device=numpy; use auto, mpi or shm")
     if options.replicated:
         return ReplicaTransport(mesh.comm, device, progress, ordered)
     apart = options.transport == "auto" and node == 1 and mesh.group.size > 1

@@ -66,12 +66,17 @@ def stages_of(model: Model, groups: Sequence[Group]) -> list[Stage]:
     return stages
 
 
-def tables_of(model: Model, groups: Sequence[Group]) -> dict[str, Parameter]:
-    """{unit: its table that is only ever looked up}: one that a head reads whole is none."""
-    unit_of = {p.name: g.name for g in groups for p in g.parameters}
+def tables(model: Model) -> list[Parameter]:
+    """What is only ever looked up: a table that a head reads whole is none."""
     whole = {p.name for module in model.modules for p in module.borrowed}
-    tables = [module.looked_up for module in model.modules if module.looked_up is not None]
-    return {unit_of[table.name]: table for table in tables if table.name not in whole and table.size}
+    found = [module.looked_up for module in model.modules if module.looked_up is not None]
+    return [table for table in found if table.name not in whole and table.size]
+
+
+def tables_of(model: Model, groups: Sequence[Group]) -> dict[str, Parameter]:
+    """{unit: its table that is only ever looked up}."""
+    unit_of = {p.name: g.name for g in groups for p in g.parameters}
+    return {unit_of[table.name]: table for table in tables(model)}
 
 
 def _names(model: Model, rule: Rule) -> dict[str, str]:

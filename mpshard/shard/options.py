@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from mpshard.config import ConfigError
 from mpshard.nn.module import Model
+from mpshard.shard.grouping import tables
 from mpshard.shard.precision import Precision
 from mpshard.shard.schedule import Stay
 
@@ -116,6 +117,26 @@ class Options:
         if self.accumulate == "auto":
             return self.strategy in ("optim", "none") and not self.deterministic
         return self.accumulate == "unsharded"
+
+
+def refuse(options: Options, model: Model, on_host: bool) -> None:
+    """Raise ConfigError for what this model or this kind of device has not."""
+    if options.embedding == "rows" and not tables(model):
+        raise ConfigError("shard.embedding=rows has no effect: the head reads the table of embeddings whole; use auto")
+    if on_host:
+        if options.transport == "staged":
+            raise ConfigError("shard.transport=staged has no effect with run.device=numpy; use auto, mpi or shm")
+        return
+    for key, value, wrong, remedy in (
+            ("shard.transport", options.transport, ("shm",), "mpi or staged"),
+            ("shard.embedding", options.embedding, ("rows",), "whole"),
+            ("shard.progress", options.progress, ("thread", "timer"), "poll: the host thread is free while kernels run")):
+        if value in wrong:
+            raise ConfigError(f"{key}={value} cannot be had with run.device=cupy; use {remedy}")
+    p = options.precision
+    if p.reduce not in ("fp32", p.param):  # cuBLAS writes sums as float32 or as it reads
+        raise ConfigError(f"precision.reduce={p.reduce} with precision.param={p.param} cannot be had with run.device=cupy; "
+                          "use fp32 or the same")
 
 
 def recomputed(model: Model, choice: str | int) -> frozenset[str]:

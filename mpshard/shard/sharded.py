@@ -214,13 +214,13 @@ class Sharded:
     def _agree_on_batches(self, inputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
         """Raise on every rank, before any starts, if a batch has a wrong shape or ranks have different numbers of
         micro-batches: otherwise some would wait for ever in a collective that the others do not make."""
-        wrong = len(inputs) != 3 or inputs != targets or not inputs[0]
+        wrong = len(inputs) != 3 or inputs != targets or not inputs[0] or not inputs[2]
         count = inputs[0] if inputs else 0
         any_wrong, most, minus_least = collectives.all_max(self.mesh.comm, np.array([wrong, count, -count], np.int64))
         if any_wrong or most != -minus_least:
             shapes = "; ".join(f"rank {rank}: {a}, {b}" for rank, (a, b) in enumerate(self.mesh.comm.allgather((inputs, targets))))
             raise ValueError("a step takes inputs and targets of one shape (micro-batches, b, t), the first equal on all ranks "
-                             f"and at least 1, not {shapes}")
+                             f"and at least 1, as t is, not {shapes}")
 
     def _micro_batch(self, *arrays: np.ndarray | None) -> MicroBatch:
         """inputs, targets, segments, positions on the device; those missing are None."""

@@ -143,7 +143,7 @@ def test_evaluation_and_logits(comm, device):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"embedding": "rows"}, "use whole"), ({"transport": "shm"}, "use mpi or staged"),
+    ({"embedding": "rows"}, "shard.embedding=rows"), ({"transport": "shm"}, "use mpi or staged"),
     ({"progress": "thread"}, "use poll"),
     ({"precision": Precision("bf16", reduce="fp16")}, "precision.reduce"),
     ({"transport": "mpi", "cuda_aware": "no"}, "use shard.transport=staged")])

@@ -12,6 +12,7 @@ from mpshard.device import open_device
 from mpshard.models import LlamaConfig, llama
 from mpshard.optim import AdamW
 from mpshard.plan import plan
+from mpshard.recover.integrity import Checksums
 from mpshard.shard import shard
 from mpshard.shard.precision import Precision
 from tests.device import cuda_on_cpu, lazy_cupy
@@ -73,3 +74,18 @@ def test_equal_to_numpy(comm, on_numpy, transport, number):
         same = comm.bcast(weights)
         for name, value in weights.items():
             np.testing.assert_array_equal(value, same[name])
+
+
+@pytest.mark.parametrize("precision", [SHORT, EIGHT], ids=str)
+def test_gathered_units_are_what_their_owners_wrote(comm, precision):
+    """`guard.checksums`: in the type that a GPU computes in, not the masters'."""
+    with lazy_cupy.installed():
+        model = llama(LlamaConfig(vocab_size=VOCAB, max_seq_len=T, n_layers=1, d_model=16, n_heads=2, n_kv_heads=1, d_ff=24))
+        sharded = shard(model, comm, device=open_device("cupy", poison=True), cuda_aware="yes", transport="mpi", precision=precision)
+        checksums = Checksums(sharded, optim := AdamW(sharded, lr=1e-2))
+        for step in range(2):
+            batch = np.random.default_rng(step).integers(VOCAB, size=(2, comm.size, T))
+            output = sharded.step(deal(*batch, 1, comm.rank, comm.size))
+            checksums.verify()
+            optim.step(output)
+            checksums.updated()

@@ -331,7 +331,7 @@ def test_batches_that_would_hang_are_refused_on_every_rank(comm):
     sharded = sharded_on(comm, small_gpt2())
     inputs, targets = deal(tokens(2 * comm.size), 1, comm.rank, comm.size)
     last = comm.rank == comm.size - 1
-    for wrong in ((inputs[0], targets[0]), (inputs, targets[..., :-1]), (inputs[:0], targets[:0])):
+    for wrong in ((inputs[0], targets[0]), (inputs, targets[..., :-1]), (inputs[:0], targets[:0]), (inputs[..., :0], targets[..., :0])):
         with pytest.raises(ValueError, match=f"one shape.*rank {comm.size - 1}: "):
             sharded.step(wrong if last else (inputs, targets))
     if comm.size > 1:

@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 
+from mpshard.config import ConfigError
 from mpshard.device import open_device
 from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
 from mpshard.optim import AdamW
@@ -127,7 +128,9 @@ def test_who_looks_at_units_sees_them_whole(comm):
 
 def test_only_what_no_head_reads_and_only_between_nodes(comm):
     tied = gpt2(GPT2Config(vocab_size=VOCAB, max_seq_len=T, n_layers=1, d_model=26, n_heads=2))
-    for model, options, by_rows in ((tied, {"embedding": "rows"}, False), (MODELS["gpt2"](), {}, False),
+    with pytest.raises(ConfigError, match="shard.embedding=rows has no effect: the head reads"):
+        shard(tied, comm, embedding="rows")
+    for model, options, by_rows in ((tied, {"ranks_on_node": 1}, False), (MODELS["gpt2"](), {}, False),
                                     (MODELS["gpt2"](), {"ranks_on_node": 1}, comm.size > 1),
                                     (MODELS["gpt2"](), {"ranks_on_node": 1, "embedding": "whole"}, False)):
         sharded = shard(model, comm, seed=3, **options)

@@ -203,6 +203,7 @@ def test_bf16_gathers_exactly_half_the_bytes(comm):
     assert quarter.bytes_gathered <= full.bytes_gathered * 0.25 * (1 + 1 / 128) + 4096
 
 
+@pytest.mark.filterwarnings("error")
 def test_fp16_gradients_find_their_scale(comm):
     """Sums of token gradients times 2^16 overflow at first: steps are skipped until the scale fits, then all is well."""
     losses, norms, _, sharded = train(comm, steps=24, precision=Precision(param="fp16", reduce="fp16"), transport="mpi", lr=1e-3)
@@ -210,6 +211,7 @@ def test_fp16_gradients_find_their_scale(comm):
     assert sharded.loss_scale.value < 2.0**16 and np.isfinite(losses).all()
 
 
+@pytest.mark.filterwarnings("error")
 def test_overflow_on_one_rank_is_everybodys(comm):
     sharded = shard(MODELS["gpt2"](), comm, precision=Precision(param="fp16", reduce="fp16"), transport="mpi")
     optim = AdamW(sharded)

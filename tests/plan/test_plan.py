@@ -8,11 +8,12 @@ import pytest
 
 from mpshard.config import ConfigError, load, validate
 from mpshard.device.base import Kind
-from mpshard.models import LlamaConfig, llama
+from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
 from mpshard.plan import fewest_ranks, plan, plan_of, plans
 from mpshard.plan.costs import largest_slots, partial_sums, topology
 from mpshard.plan.zero import state_bytes
 from mpshard.shard.options import Options
+from mpshard.shard.precision import Precision
 from mpshard.shard.schedule import Finish, Reduce
 from tests.launch import launch
 
@@ -62,6 +63,15 @@ def test_groups():
     assert not topology(Options(), 4, ranks_on_node=1).shares_memory and topology(Options(), 4).in_place
     with pytest.raises(ConfigError, match="does not multiply out"):
         topology(Options(strategy="hybrid", dp_shard=3), 8)
+
+
+@pytest.mark.parametrize(("options", "on_host", "message"), [
+    ({"embedding": "rows"}, True, "the head reads the table"), ({"transport": "staged"}, True, "use auto, mpi or shm"),
+    ({"transport": "shm"}, False, "use mpi or staged"), ({"progress": "thread"}, False, "use poll"),
+    ({"precision": Precision("bf16", reduce="fp16")}, False, "use fp32 or the same")])
+def test_what_a_run_would_refuse_is_not_planned(options, on_host, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(gpt2(GPT2Config(n_layers=1, d_model=8, n_heads=1)), Options(**options), 2, on_host=on_host)
 
 
 def test_what_fits():
