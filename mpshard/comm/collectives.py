@@ -276,8 +276,7 @@ def message(array: Array, blocks: int = 1) -> list[Any]:
 
     16-bit types that MPI does not know (bfloat16) travel as unsigned words: only their bits move.
     """
-    if array.dtype.kind not in "iuf":
-        array = array.view(np.dtype(f"u{array.dtype.itemsize}"))
+    array = _words(array)
     datatype = MPI.Datatype.fromcode(array.dtype.char)
     count = array.size // blocks
     unit = 1
@@ -288,6 +287,11 @@ def message(array: Array, blocks: int = 1) -> list[Any]:
     if unit > 1:
         datatype = datatype.Create_contiguous(unit).Commit()
     return [array, count // unit, datatype]
+
+
+def _words(array: Array) -> Array:
+    """The array, or its bits as unsigned words where MPI does not know its type."""
+    return array if array.dtype.kind in "iuf" else array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
 def all_gather(comm: MPI.Comm, shard: Array, full: Array) -> Operation:
@@ -307,9 +311,9 @@ def all_to_all(comm: MPI.Comm, send: Array, recv: Array) -> Operation:
 
 def all_to_all_uneven(comm: MPI.Comm, send: Array, sizes: Sequence[int], recv: Array, came: Sequence[int]) -> Operation:
     """The next sizes[r] elements of send to rank r; of recv (sum of `came`) the next came[r] came from rank r. Section 6.8."""
-    words = [array if array.dtype.kind in "iuf" else array.view(np.dtype(f"u{array.dtype.itemsize}")) for array in (send, recv)]
-    datatype = MPI.Datatype.fromcode(words[0].dtype.char)
-    yield comm.Ialltoallv([words[0], list(sizes), datatype], [words[1], list(came), datatype])
+    send, recv = _words(send), _words(recv)
+    datatype = MPI.Datatype.fromcode(send.dtype.char)
+    yield comm.Ialltoallv([send, list(sizes), datatype], [recv, list(came), datatype])
 
 
 def sum_everywhere(comm: MPI.Comm, send: Array, recv: Array) -> Operation:

@@ -176,8 +176,7 @@ class DeviceReplicas:
         arrived: list[Event] = []
 
         def take() -> None:
-            for event in arrived:
-                device.wait(event)
+            self.messages._wait_for(arrived)()
             device.add(out, summed[:size]) if accumulate else device.cast(summed[:size], out)
 
         return self.progress.start(Pending(self._sum_in_shares(full, share, summed, arrived), out, take), lane="reduce")
@@ -190,8 +189,7 @@ class DeviceReplicas:
         device.cast(full, send[: full.size])
         written = device.record()  # and nobody uses what the others have held before
         yield from messages._exchange(send, written, parts, written, came)
-        for event in came:
-            device.wait(event)
+        messages._wait_for(came)()
         device.ordered_sum(parts.reshape(self.world, -1), own, False)
         yield from messages._gather(own, device.record(), summed, written, arrived)
 

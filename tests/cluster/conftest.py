@@ -1,7 +1,7 @@
 """A real Slurm and real hosts on one machine, brought up for the tests marked `cluster` and taken down after them.
 
 They need root and some packages: `tests/cluster/lab/install.sh` installs those (Debian, Ubuntu), and runs by itself where
-MPSHARD_LAB_INSTALL=1 says so. Where the lab cannot be, its tests are skipped, with the reason.
+MPSHARD_LAB_INSTALL=1 says so. Where the lab cannot be, its tests are skipped, with the reason; where it was asked for so, they fail.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from pathlib import Path
 import pytest
 
 LAB = Path(__file__).parent / "lab"
+ASKED = os.environ.get("MPSHARD_LAB_INSTALL") == "1"
+give_up = pytest.fail if ASKED else pytest.skip
 
 
 def script(name: str, lab: Path, *arguments: str) -> None:
-    """Run a script of the lab. Where the lab was asked for by name its failure is the test's; elsewhere a reason to skip."""
+    """Run a script of the lab. Where the lab was asked for its failure is the test's; elsewhere a reason to skip."""
     done = subprocess.run([LAB / name, *arguments], env=os.environ | {"LAB_DIR": str(lab)}, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, timeout=600, check=False)
     if done.returncode:
-        give_up = pytest.fail if os.environ.get("MPSHARD_LAB_INSTALL") == "1" else pytest.skip
         give_up(f"{name} does not work here: {' '.join(done.stdout.split()[-40:])}")
 
 
 def need(lab: Path, *programs: str) -> None:
-    """Skip unless this is root and the programs are there."""
+    """Give up unless this is root and the programs are there."""
     if os.geteuid():
-        pytest.skip("needs root")
+        give_up("needs root")
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
-    if not all(shutil.which(program, path=path) for program in programs) and os.environ.get("MPSHARD_LAB_INSTALL") == "1":
+    if not all(shutil.which(program, path=path) for program in programs) and ASKED:
         script("install.sh", lab)
     if missing := [program for program in programs if not shutil.which(program, path=path)]:
-        pytest.skip(f"needs {', '.join(missing)}: tests/cluster/lab/install.sh")
+        give_up(f"needs {', '.join(missing)}: tests/cluster/lab/install.sh")
 
 
 @pytest.fixture(scope="session")
