@@ -25,7 +25,7 @@ from mpshard.comm import cuda_probe, facts, shared
 from mpshard.comm.collectives import best_progress
 from mpshard.comm.facts import MpiFacts, RankFacts
 from mpshard.comm.mesh import Mesh
-from mpshard.device import compiled, cpu_kernels, gpu_libraries, mkl, open_device, why_no_cupy
+from mpshard.device import c_library, cpu_kernels, gpu_libraries, mkl, open_device, why_no_cupy
 from mpshard.device.blas import BlasInfo, blas_info, cpu_flags, set_blas_threads
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def examine(comm: MPI.Comm, environ: Mapping[str, str]) -> dict[str, Any]:
         judge_versions(ranks),
         judge_cores(ranks),
         judge_blas(blas_info(), mesh.cores, threads, environ, cpu_flags()),
-        judge_kernels(comm.allgather(cpu_kernels()[-1]), compiled.load()),
-        judge_bf16(compiled.multiplies_bf16() and mesh.cores == 1, mkl.find()),
+        judge_kernels(comm.allgather(cpu_kernels()[-1]), c_library.load()),
+        judge_bf16(c_library.multiplies_bf16() and mesh.cores == 1, mkl.find()),
         judge_transport(comm.size, problem),
         judge_shm(ranks),
         judge_progress(mesh.cores, comm.size, mesh.ranks_on_node, mpi.threads),
@@ -149,8 +149,8 @@ def judge_blas(blas: BlasInfo, cores: int, threads: int, environ: Mapping[str, s
 
 
 def judge_kernels(chosen: Sequence[str], found: object) -> Check:
-    """Whose kernels a CPU runs. chosen: of each rank. found: of `mpshard.device.compiled.load`."""
-    common = min(chosen, key=("numpy", *compiled.ORDER).index)
+    """Whose kernels a CPU runs. chosen: of each rank. found: of `mpshard.device.c_library.load`."""
+    common = min(chosen, key=("numpy", *c_library.ORDER).index)
     if common == "numpy":
         reason = found if isinstance(found, str) else "some ranks have no compiled ones"
         return Check("kernels", Verdict.SLOW, f"NumPy's: {reason}", "install mpshard where there is a C compiler")

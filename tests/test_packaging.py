@@ -12,7 +12,7 @@ from importlib import metadata
 
 import pytest
 
-from mpshard.device import compiled
+from mpshard.device import c_library
 from tests.launch import ROOT, clean_env
 
 
@@ -43,7 +43,7 @@ def test_the_installation_builds_the_compiled_kernels() -> None:
     urls = [json.loads(found.read_text("direct_url.json") or "{}") for found in metadata.distributions(name="mpshard")]
     if not any(url.get("dir_info", {}).get("editable") for url in urls) or shutil.which("cc") is None:
         pytest.skip("mpshard is not installed from here (pip install -e .), or there is no C compiler")
-    assert not isinstance(compiled.load(), str), compiled.load()
+    assert not isinstance(c_library.load(), str), c_library.load()
 
 
 def test_ci_runs_what_the_readme_tells_people_to_run() -> None:

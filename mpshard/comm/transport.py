@@ -28,13 +28,14 @@ class Store:
 class Slot:
     """A buffer that units are gathered into, or gradients written to, one after another.
 
-    private: no other rank reads the same memory.
+    private: no other rank reads the same memory. cuts: views of it, for whoever wants the same ones every time.
     """
 
     private = True
 
     def __init__(self, array: Array) -> None:
         self.array = array
+        self.cuts: dict[str, list[Array]] = {}
 
     def acquire(self) -> None:
         """Return when this rank may write to the buffer: others may still be reading what it held."""

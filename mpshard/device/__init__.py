@@ -7,7 +7,8 @@ from importlib.util import find_spec
 
 from mpshard.config import ConfigError
 from mpshard.device.base import Array, Device, Kind, Memory
-from mpshard.device.compiled import CompiledDevice, all_instructions
+from mpshard.device.c_library import all_instructions
+from mpshard.device.compiled import CompiledDevice
 from mpshard.device.numpy_device import NumpyDevice
 
 __all__ = ["Array", "Device", "Kind", "Memory", "cpu_kernels", "gpu_libraries", "open_device", "why_no_cupy"]

@@ -20,7 +20,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from mpshard.device.replay import Recorder
 
 Array = Any  # numpy.ndarray, or cupy.ndarray on a GPU: the two share their interface, not a base class
 
@@ -35,6 +38,8 @@ class Kind(StrEnum):
     FULL_GRADIENT = "full_gradient"  # gradients of full units, alive until they are reduced
     STAGING = "staging"  # buffers that messages pass through
     ACTIVATION = "activation"  # everything a forward or backward pass makes
+
+    __hash__ = str.__hash__  # an Enum's own is written in Python, and every array asks for it
 
 
 class Memory(Protocol):
@@ -84,6 +89,9 @@ class Device(Protocol):
 
     def synchronise(self) -> None:
         """Return when everything issued so far has been done."""
+
+    def recorder(self) -> Recorder | None:
+        """Who writes down the kernels of a pass, so that they can be called again; None where they cannot."""
 
     # -- dense -------------------------------------------------------------------------------
     def matmul(self, a: Array, b: Array, out: Array | None = None, accumulate: bool = False, bias: Array | None = None) -> Array:

@@ -3,33 +3,27 @@ scores never leave the cache. What is not float32, or has no compiled kernel, is
 
 Products stay BLAS's, but of two kinds where a rank has one core: of float32 on AMD's processors with AVX-512, which NumPy's
 BLAS has no kernels for ("zen4"), and of bfloat16 where the processor has its arithmetic, which that BLAS never uses.
-
-The library is built with the package where there is a C compiler (`compiled.c`), with the kernels for several sets of
-instructions, of which the processor's best is taken. Its results differ from NumPy's in the last bits.
+Its results differ from NumPy's in the last bits.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpshard.device import blas
+from mpshard.device.c_library import all_instructions, at, kernel
 from mpshard.device.numpy_device import NumpyDevice
 from mpshard.device.numpy_memory import flat
-from mpshard.device.numpy_norm import Columns
 from mpshard.device.numpy_random import spread_key
 from mpshard.device.numpy_update import BF16
+from mpshard.device.replay import Recorder
 
-VERSION = 3  # compiled.c's
-ORDER = ("plain", "avx2", "avx512", "zen4")
 FLOAT32 = np.dtype(np.float32)
 GRAIN = 1 << 16  # elements of the least work for a thread: some 20 us, where handing it over costs 10 to 20
 
@@ -40,69 +34,6 @@ def _workers(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="mpshard-kernel")
 
 
-@cache
-def load() -> ctypes.CDLL | str:
-    """The library; or why there is none, in one line."""
-    built = [path for suffix in EXTENSION_SUFFIXES for path in Path(__file__).parent.glob(f"_compiled{suffix}")]
-    if not built:
-        return "they were not built; is there a C compiler? Install mpshard again once there is"
-    try:
-        library = ctypes.CDLL(str(built[0]))
-        if library.version() == VERSION:
-            return library
-    except (OSError, AttributeError) as error:
-        return f"they cannot be loaded: {error}"
-    return f"{built[0].name} was built from other sources: install mpshard again"
-
-
-@cache
-def all_instructions() -> tuple[str, ...]:
-    """The sets of instructions that there are kernels for here, each the one before and more; none without the library.
-
-    "zen4" is avx512's, and products.
-    """
-    library = load()
-    if isinstance(library, str):
-        return ()
-    library.instructions.restype = ctypes.c_char_p
-    best = library.instructions().decode()
-    return ORDER[: ORDER.index("zen4" if best == "avx512" and library.multiplies() else best) + 1]
-
-
-def multiplies_bf16() -> bool:
-    """Whether there are products of bfloat16 here."""
-    library = load()
-    return not isinstance(library, str) and bool(library.multiplies_bf16())
-
-
-# Parameters of each kernel: l long, f float, i int, u unsigned, p pointer to an array's first element.
-SIGNATURES = {
-    "gelu": "lpp", "gelu_backward": "lppp", "swiglu": "llpp", "swiglu_backward": "llppp",
-    "layer_norm": "llpppfppp", "layer_norm_backward": "llppppppp" "ip", "rms_norm": "llppfpp", "rms_norm_backward": "llppppp" "ip",
-    "exponentials": "llppp", "adamw": "lpppp" "fffffff", "to_bf16": "lpp", "from_bf16": "lpp", "dropout": "lpuuuufp",
-    "rotary": "llllpppf", "attention_scratch": "ll", "attention_backward_scratch": "ll", "attention": "llllllf" "ppppp",
-    "attention_backward": "llllllf" "ppppppp", "product_scratch": "l", "product": "lll" "pll" "pll" "pplip",
-}
-_TYPES = {"l": ctypes.c_long, "f": ctypes.c_float, "i": ctypes.c_int, "u": ctypes.c_uint, "p": ctypes.c_void_p}
-_RESULTS = {"exponentials": ctypes.c_double,
-            **dict.fromkeys(("attention_scratch", "attention_backward_scratch", "product_scratch"), ctypes.c_long)}
-
-
-@cache
-def kernel(name: str, chosen: str) -> Any:
-    """A kernel, for a set of instructions, or "bf16" for a product."""
-    library = load()
-    assert not isinstance(library, str)
-    found = getattr(library, f"{name}_{chosen}")
-    found.argtypes, found.restype = [_TYPES[letter] for letter in SIGNATURES[name]], _RESULTS.get(name)
-    return found
-
-
-def at(array: np.ndarray | None) -> int | None:
-    """Where an array's first element is."""
-    return None if array is None else array.__array_interface__["data"][0]
-
-
 class CompiledDevice(NumpyDevice):
     """As `NumpyDevice`.
 
@@ -111,15 +42,23 @@ class CompiledDevice(NumpyDevice):
     Attributes
     ----------
     products: whose instructions products use: "bf16", one of `all_instructions`, or "": BLAS's.
+    panels: scratch memory of products, as much as one of them has needed.
     """
 
     def __init__(self, poison: bool = False, chosen: str = "") -> None:
         super().__init__(poison)
         chosen = chosen or all_instructions()[-1]
         self.about = f"numpy, kernels compiled for {chosen}"
+        self.written_by: Recorder | None = None  # who writes down the calls of kernels at present
+        self.panels = np.empty(0, FLOAT32)  # of products, the largest that one needed
         self.instructions, self.products = ("avx512", "avx512") if chosen == "zen4" else (chosen, "")
 
+    def recorder(self) -> Recorder | None:
+        return Recorder(self) if blas.threads() == 1 else None  # the parts of threads are not a sequence
+
     def run(self, name: str, *args: Any, chosen: str = "") -> Any:
+        if self.written_by is not None:
+            self.written_by.called(name, chosen or self.instructions, args)
         return kernel(name, chosen or self.instructions)(*[at(a) if isinstance(a, np.ndarray) else a for a in args])
 
     # -- cores -------------------------------------------------------------------------------
@@ -135,31 +74,75 @@ class CompiledDevice(NumpyDevice):
         return list(_workers(parts).map(action, bounds[:-1], bounds[1:]))
 
     def by_element(self, name: str, *arrays: np.ndarray, more: Sequence[float] = ()) -> None:
-        """A kernel that takes a number of elements and contiguous arrays of so many."""
+        """A kernel that takes a number of elements, contiguous arrays of so many, and numbers."""
+        _check_contiguous(arrays)
+        n = arrays[0].size
+        if blas.threads() == 1:
+            self.run(name, n, *arrays, *more)
+            return
         flats = [flat(array) for array in arrays]
-        self.spread(flats[0].size, 1, lambda lo, hi: self.run(name, hi - lo, *(array[lo:hi] for array in flats), *more))
+        self.spread(n, 1, lambda lo, hi: self.run(name, hi - lo, *(array[lo:hi] for array in flats), *more))
 
-    def by_row(self, name: str, n: int, width: int, *arrays: np.ndarray) -> None:
-        """A kernel that takes a number of rows, a width, and contiguous arrays of n rows."""
-        rows = [flat(array).reshape(n, -1) for array in arrays] if n else []
-        self.spread(n, width, lambda lo, hi: self.run(name, hi - lo, width, *(array[lo:hi] for array in rows)))
+    def by_row(self, name: str, n: int, width: int, *args: Any, cut: Sequence[int]) -> list[Any]:
+        """A kernel that takes a number of rows, a width, and `args`, of which those numbered in `cut` are contiguous arrays of n
+        rows, and every core gets all of the others. What the parts return."""
+        _check_contiguous([args[number] for number in cut])
+        if blas.threads() == 1:
+            return [self.run(name, n, width, *args)] if n else []
 
-    # -- products ----------------------------------------------------------------------------
+        def part(lo: int, hi: int) -> Any:
+            own = list(args)
+            for number in cut:
+                own[number] = flat(args[number]).reshape(n, -1)[lo:hi]
+            return self.run(name, hi - lo, width, *own)
+
+        return self.spread(n, width, part)
+
+    # -- products and sums -------------------------------------------------------------------
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, accumulate: bool = False,
                bias: np.ndarray | None = None) -> np.ndarray:
-        others = self.bf16_product is not None or not self.products or blas.threads() > 1
+        others = not self.products or self.bf16_product is not None or blas.threads() > 1
         if others or a.dtype != FLOAT32 or b.dtype != FLOAT32:
             return super().matmul(a, b, out, accumulate, bias)
         (m, k), n = a.shape, b.shape[1]
         if out is None:
-            out, accumulate = self.empty((m, n), a.dtype), False
-        steps = [tuple(step // 4 for step in x.strides) for x in (a, b, out)]
+            out, accumulate = self.empty((m, n), FLOAT32), False
+        (down_a, along_a), (down_b, along_b), (down, along) = a.strides, b.strides, out.strides
+        one_way = 4 in (down_a, along_a) and 4 in (down_b, along_b) and along == 4  # bytes
         starts = bias is None or (k > 0 and not accumulate and bias.flags.c_contiguous and bias.dtype == FLOAT32)
-        if not starts or 1 not in steps[0] or 1 not in steps[1] or steps[2][1] != 1 or out.dtype != FLOAT32:
+        if not one_way or not starts or out.dtype != FLOAT32:
             return super().matmul(a, b, out, accumulate, bias)
-        scratch = self.empty(self.run("product_scratch", n, chosen=self.products), FLOAT32)
-        self.run("product", m, n, k, a, *steps[0], b, *steps[1], bias, out, steps[2][0], accumulate, scratch, chosen=self.products)
+        if self.panels.size < (size := _scratch("product_scratch", self.products, n)):
+            self.panels = self.empty(size, FLOAT32)
+        self.run("product", m, n, k, a, down_a // 4, along_a // 4, b, down_b // 4, along_b // 4, bias, out, down // 4, accumulate,
+                 self.panels, chosen=self.products)
         return out
+
+    def add(self, out: np.ndarray, x: np.ndarray) -> None:
+        if out.dtype != FLOAT32 or x.dtype != FLOAT32 or not (out.flags.c_contiguous and x.flags.c_contiguous):
+            return super().add(out, x)
+        self.by_element("add", out, x)
+
+    def column_sum(self, dy: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
+        if dy.dtype != FLOAT32 or out.dtype != FLOAT32 or not (dy.flags.c_contiguous and out.flags.c_contiguous):
+            return super().column_sum(dy, out, accumulate)
+        n, d = dy.shape
+        if blas.threads() == 1:
+            self.run("column_sum", n, d, dy, accumulate, out, self.empty(d, FLOAT32))
+            return
+
+        def part(lo: int, hi: int) -> np.ndarray:
+            total = np.empty(d, FLOAT32)
+            self.run("column_sum", hi - lo, d, dy[lo:hi], False, total, np.empty(d, FLOAT32))
+            return total
+
+        _store(self.spread(n, d, part), out, accumulate)
+
+    def sum_of_squares(self, x: np.ndarray) -> float:
+        if x.dtype != FLOAT32:
+            return super().sum_of_squares(x)
+        x1 = flat(x)
+        return sum(self.spread(x1.size, 1, lambda lo, hi: self.run("sum_of_squares", hi - lo, x1[lo:hi])))
 
     # -- activations -------------------------------------------------------------------------
     def gelu(self, x: np.ndarray, approximate: bool) -> np.ndarray:
@@ -181,7 +164,7 @@ class CompiledDevice(NumpyDevice):
             return super().swiglu(gate_up)
         n, f = gate_up.shape[0], gate_up.shape[1] // 2
         y = self.empty((n, f), gate_up.dtype)
-        self.by_row("swiglu", n, f, gate_up, y)
+        self.by_row("swiglu", n, f, gate_up, y, cut=(0, 1))
         return y
 
     def swiglu_backward(self, dy: np.ndarray, gate_up: np.ndarray, y: np.ndarray | None = None) -> np.ndarray:
@@ -189,19 +172,18 @@ class CompiledDevice(NumpyDevice):
             return super().swiglu_backward(dy, gate_up, y)
         n, f = dy.shape
         dx = self.empty((n, 2 * f), dy.dtype)
-        self.by_row("swiglu_backward", n, f, dy, gate_up, dx)
+        self.by_row("swiglu_backward", n, f, dy, gate_up, dx, cut=(0, 1, 2))
         return dx
 
     # -- normalisation -----------------------------------------------------------------------
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
         if x.dtype != FLOAT32:
             return super().layer_norm(x, weight, bias, eps)
-        x2 = _rows(x)
-        n, d = x2.shape
-        y, stats = self.empty((n, d), x.dtype), self.empty((2, n), x.dtype)
-        self.spread(n, d, lambda lo, hi: self.run("layer_norm", hi - lo, d, x2[lo:hi], weight, bias, eps, y[lo:hi],
-                                                  stats[0, lo:hi], stats[1, lo:hi]))
-        return y.reshape(x.shape), stats
+        d = x.shape[-1]
+        n = x.size // d
+        y, stats = self.empty(x.shape, FLOAT32), self.empty((2, n), FLOAT32)
+        self.by_row("layer_norm", n, d, x, weight, bias, eps, y, *stats, cut=(0, 4, 5, 6))
+        return y, stats
 
     def layer_norm_backward(
         self, dy: np.ndarray, x: np.ndarray, weight: np.ndarray, stats: np.ndarray,
@@ -209,27 +191,18 @@ class CompiledDevice(NumpyDevice):
     ) -> np.ndarray:  # fmt: skip
         if x.dtype != FLOAT32:
             return super().layer_norm_backward(dy, x, weight, stats, dweight, dbias, accumulate, dx)
-        out = self.empty(x.shape, x.dtype) if dx is None else dx
-        dy2, x2, out2 = map(_rows, (dy, x, out))
-        n, d = x2.shape
-
-        def part(lo: int, hi: int) -> Columns:
-            columns = Columns(d, x.dtype)
-            self.run("layer_norm_backward", hi - lo, d, dy2[lo:hi], x2[lo:hi], weight, stats[0, lo:hi], stats[1, lo:hi],
-                     columns.weight, columns.bias, dx is not None, out2[lo:hi])
-            return columns
-
-        _sum_of(self.spread(n, d, part), d).store(dweight, dbias, accumulate)
-        return out
+        out = self.empty(x.shape, FLOAT32) if dx is None else dx
+        return self._norm_backward("layer_norm_backward", dy, x, weight, [*stats], [dweight, dbias], accumulate,
+                                   dx is not None, out)
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
         if x.dtype != FLOAT32:
             return super().rms_norm(x, weight, eps)
-        x2 = _rows(x)
-        n, d = x2.shape
-        y, stats = self.empty((n, d), x.dtype), self.empty(n, x.dtype)
-        self.spread(n, d, lambda lo, hi: self.run("rms_norm", hi - lo, d, x2[lo:hi], weight, eps, y[lo:hi], stats[lo:hi]))
-        return y.reshape(x.shape), stats
+        d = x.shape[-1]
+        n = x.size // d
+        y, stats = self.empty(x.shape, FLOAT32), self.empty(n, FLOAT32)
+        self.by_row("rms_norm", n, d, x, weight, eps, y, stats, cut=(0, 3, 4))
+        return y, stats
 
     def rms_norm_backward(
         self, dy: np.ndarray, x: np.ndarray, weight: np.ndarray, stats: np.ndarray,
@@ -237,17 +210,30 @@ class CompiledDevice(NumpyDevice):
     ) -> np.ndarray:  # fmt: skip
         if x.dtype != FLOAT32:
             return super().rms_norm_backward(dy, x, weight, stats, dweight, accumulate, dx)
-        out = self.empty(x.shape, x.dtype) if dx is None else dx
-        dy2, x2, out2 = map(_rows, (dy, x, out))
-        n, d = x2.shape
+        out = self.empty(x.shape, FLOAT32) if dx is None else dx
+        return self._norm_backward("rms_norm_backward", dy, x, weight, [stats], [dweight], accumulate, dx is not None, out)
 
-        def part(lo: int, hi: int) -> Columns:
-            columns = Columns(d, x.dtype)
-            self.run("rms_norm_backward", hi - lo, d, dy2[lo:hi], x2[lo:hi], weight, stats[lo:hi], columns.weight, dx is not None,
-                     out2[lo:hi])
-            return columns
+    def _norm_backward(self, name: str, dy: np.ndarray, x: np.ndarray, weight: np.ndarray, stats: Sequence[np.ndarray],
+                       targets: Sequence[np.ndarray | None], accumulate: bool, add: bool, out: np.ndarray) -> np.ndarray:
+        """stats: (n,) each. targets: (d,) each, None: not wanted. The kernel wants scratch memory for as many sums."""
+        d = x.shape[-1]
+        n, sums = x.size // d, len(targets) * d
+        _check_contiguous((dy, x, out))
+        if blas.threads() == 1:
+            self.run(name, n, d, dy, x, weight, *stats, accumulate, *targets, self.empty(sums, FLOAT32), add, out)
+            return out
+        dy2, x2, out2 = (array.reshape(n, d) for array in (dy, x, out))
 
-        _sum_of(self.spread(n, d, part), d).store(dweight, None, accumulate)
+        def part(lo: int, hi: int) -> list[np.ndarray]:
+            totals = [np.empty(d, FLOAT32) for _ in targets]
+            self.run(name, hi - lo, d, dy2[lo:hi], x2[lo:hi], weight, *(stat[lo:hi] for stat in stats), False, *totals,
+                     np.empty(sums, FLOAT32), add, out2[lo:hi])
+            return totals
+
+        parts = self.spread(n, d, part)
+        for number, target in enumerate(targets):
+            if target is not None:
+                _store([totals[number] for totals in parts], target, accumulate)
         return out
 
     # -- attention ---------------------------------------------------------------------------
@@ -271,7 +257,7 @@ class CompiledDevice(NumpyDevice):
         if qkv.dtype != FLOAT32 or e % 16:  # whole vectors
             return super().attention(qkv, heads, kv_heads, scale, segments)
         y, lse = self.empty((b, t, heads * e), qkv.dtype), self.empty((b, heads, t), qkv.dtype)
-        packed, size = _segments(segments), self.run("attention_scratch", t, e)
+        packed, size = _segments(segments), _scratch("attention_scratch", self.instructions, t, e)
         self.spread(b * kv_heads, t * t * e, lambda lo, hi: self.run(
             "attention", lo, hi, t, heads, kv_heads, e, scale, flat(qkv), packed, y, lse, self.empty(size, FLOAT32)))
         return y, lse
@@ -283,7 +269,8 @@ class CompiledDevice(NumpyDevice):
         b, t, e = *qkv.shape[:2], qkv.shape[2] // (heads + 2 * kv_heads)
         if qkv.dtype != FLOAT32 or e % 16:
             return super().attention_backward(dy, qkv, y, lse, heads, kv_heads, scale, segments)
-        dqkv, packed, size = self.empty(qkv.shape, qkv.dtype), _segments(segments), self.run("attention_backward_scratch", t, e)
+        dqkv, packed = self.empty(qkv.shape, qkv.dtype), _segments(segments)
+        size = _scratch("attention_backward_scratch", self.instructions, t, e)
         self.spread(b * kv_heads, t * t * e, lambda lo, hi: self.run(
             "attention_backward", lo, hi, t, heads, kv_heads, e, scale, flat(dy), flat(qkv), flat(y), flat(lse), packed, dqkv,
             self.empty(size, FLOAT32)))
@@ -329,17 +316,23 @@ class CompiledDevice(NumpyDevice):
         self.by_element(name, x, out)
 
 
-def _rows(x: np.ndarray) -> np.ndarray:
-    """(..., d) as (n, d). Unlike NumPy's kernels these need it contiguous: ValueError where it is not."""
-    return flat(x).reshape(-1, x.shape[-1])
+@cache
+def _scratch(name: str, chosen: str, *sizes: int) -> int:
+    """How many floats of scratch memory a kernel needs."""
+    return kernel(name, chosen)(*sizes)
 
 
-def _sum_of(parts: list[Columns], d: int) -> Columns:
-    total = parts[0] if parts else Columns(d, FLOAT32)
-    for part in parts[1:]:
-        total.weight += part.weight
-        total.bias += part.bias
-    return total
+def _check_contiguous(arrays: Sequence[np.ndarray]) -> None:
+    """Unlike NumPy's kernels the compiled ones read on in memory from where an array starts."""
+    for array in arrays:
+        if not array.flags.c_contiguous:
+            raise ValueError(f"an array of shape {array.shape} and strides {array.strides} is not contiguous")
+
+
+def _store(parts: Sequence[np.ndarray], target: np.ndarray, accumulate: bool) -> None:
+    """target (d,) = or += the sum of the parts (d,), in their order."""
+    total = np.sum(parts, axis=0, dtype=FLOAT32) if parts else np.zeros_like(target)
+    np.add(target, total, out=target) if accumulate else np.copyto(target, total)
 
 
 def _segments(segments: np.ndarray | None) -> np.ndarray | None:

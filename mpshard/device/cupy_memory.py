@@ -184,6 +184,9 @@ class CupyMemory:
         return cupy.concatenate([scalar.reshape(1) for scalar in scalars]).get()
 
     # -- order -------------------------------------------------------------------------------
+    def recorder(self) -> Any:
+        return None
+
     def synchronise(self) -> None:
         self.compute.synchronize()
         self.copies.synchronize()

@@ -83,5 +83,8 @@ class NumpyMemory:
     def read(self, scalars: Sequence[float]) -> np.ndarray:
         return np.array(scalars, np.float64)
 
+    def recorder(self) -> Any:
+        return None
+
     def synchronise(self) -> None:
         """Nothing to wait for: NumPy has done its work when it returns."""

@@ -3,7 +3,8 @@
 Large temporaries allocated afresh cost a page fault for every 4 KiB they touch, about as much as the
 arithmetic done on them. The pool keeps memory once touched and hands it out again. Peak resident memory
 is as important as speed, so blocks are cut to size (best fit), not rounded to size classes, and free
-neighbours are joined at once.
+neighbours are joined at once. Small blocks are many and come again in the same sizes, so those are kept
+apart as they are, by size, and joined only when memory is short.
 
 Note on lifetimes. `BufferPool.empty` returns an ordinary ndarray whose `base` is a `_Lease`; every view
 of the array keeps the lease alive, and the block goes back when the last of them dies. `_Lease.__del__`
@@ -13,6 +14,7 @@ lock and only appends to a deque, which is atomic; the pool reads the deque at i
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 from bisect import bisect_left, insort
@@ -26,21 +28,24 @@ from mpshard.device.base import Kind
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 PAGE = 2 << 20  # bytes: a huge page, the unit in which arenas grow and are trimmed
 ARENA = 64 << 20  # bytes: address space asked for at a time; only touched pages become resident
+SMALL = 256 << 10  # bytes: up to here a block that comes back waits for the next of its size
 _ARENA_STRIDE = 1 << 46  # block number = arena index * stride + offset: arenas never look adjacent
 
 
 class _Lease(np.ndarray):
     """The bytes of one block as a flat uint8 array; tells the pool when nobody refers to them any more."""
 
-    _pool: BufferPool | None = None  # still None where a signal's exception came before the pool had said whose it is
-    _block: tuple[int, int, int, Kind]  # start, size, bytes asked for, kind
+    __slots__ = ("block",)
+    block: tuple[BufferPool, tuple[int, int, int, Kind]]  # whose, and: start, size, bytes asked for, kind
 
     def __del__(self) -> None:
-        if self._pool is None:
+        try:
+            pool, block = self.block
+        except AttributeError:  # a signal's exception came before the pool had said whose it is
             return
-        if self._pool.poison:
+        if pool.poison:
             self.fill(0xFF)
-        self._pool._returned.append(self._block)
+        pool._returned.append(block)
 
 
 class BufferPool:
@@ -62,6 +67,7 @@ class BufferPool:
         self._free: list[tuple[int, int]] = []  # (size, start) of every free block, sorted: best fit by bisection
         self._size_at: dict[int, int] = {}  # start of a free block -> its size
         self._start_before: dict[int, int] = {}  # end of a free block -> its start
+        self._waiting: dict[int, list[int]] = {}  # size of small free blocks, in neither of the above -> their starts
         self._returned: deque[tuple[int, int, int, Kind]] = deque()
         self._current = dict.fromkeys(Kind, 0)
         self._peak = dict.fromkeys(Kind, 0)
@@ -70,20 +76,19 @@ class BufferPool:
     def empty(self, shape: int | tuple[int, ...], dtype: Any, kind: Kind = Kind.ACTIVATION) -> np.ndarray:
         """An uninitialised C-contiguous array, 64-byte aligned."""
         dtype = np.dtype(dtype)
-        count = 1
-        for extent in (shape,) if isinstance(shape, int | np.integer) else shape:
-            count *= int(extent)
-        nbytes = count * dtype.itemsize
+        nbytes = int(math.prod(shape) if isinstance(shape, tuple) else shape) * dtype.itemsize
         if nbytes == 0:
             return np.empty(shape, dtype)
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         with self._lock:
-            self._drain()
-            start = self._take(size)
+            if self._returned:
+                self._drain()
+            waiting = self._waiting.get(size)
+            start = waiting.pop() if waiting else self._take(size)
             self._count(kind, nbytes)
             index, offset = divmod(start, _ARENA_STRIDE)
             lease = _Lease(nbytes, np.uint8, self._arenas[index], offset)
-            lease._block, lease._pool = (start, size, nbytes, kind), self
+            lease.block = self, (start, size, nbytes, kind)
         if self.poison:
             lease.fill(0xFF)
         return np.ndarray(shape, dtype, lease)
@@ -121,6 +126,7 @@ class BufferPool:
         """Give the memory of free blocks back to the system; it is faulted in again when next used."""
         with self._lock:
             self._drain()
+            self._join()
             for size, start in list(self._free):
                 index, offset = divmod(start, _ARENA_STRIDE)
                 if size == len(self._arenas[index]):
@@ -133,10 +139,10 @@ class BufferPool:
 
     # -- under the lock ----------------------------------------------------------------------
     def _count(self, kind: Kind, nbytes: int) -> None:
-        self._current[kind] += nbytes
+        current = self._current[kind] = self._current[kind] + nbytes
         self._total += nbytes
-        if self._current[kind] > self._peak[kind]:
-            self._peak[kind] = self._current[kind]
+        if current > self._peak[kind]:
+            self._peak[kind] = current
         if self._total > self._total_peak:
             self._total_peak = self._total
 
@@ -146,11 +152,24 @@ class BufferPool:
             start, size, nbytes, kind = self._returned.popleft()
             self._current[kind] -= nbytes
             self._total -= nbytes
-            self._give(size, start)
+            if size <= SMALL:
+                self._waiting.setdefault(size, []).append(start)
+            else:
+                self._give(size, start)
+
+    def _join(self) -> None:
+        """Put the small blocks among the others."""
+        for size, starts in self._waiting.items():
+            for start in starts:
+                self._give(size, start)
+        self._waiting.clear()
 
     def _take(self, size: int) -> int:
         """The start of `size` bytes cut from the smallest free block that has them."""
         position = bisect_left(self._free, (size, 0))
+        if position == len(self._free):
+            self._join()
+            position = bisect_left(self._free, (size, 0))
         if position == len(self._free):
             self._grow(size)
             position = bisect_left(self._free, (size, 0))

@@ -51,6 +51,8 @@ class Embedding(Module):
 class Block(Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
+    replayable = True
+
     def __init__(self, config: GPT2Config, index: int) -> None:
         d, f, prefix = config.d_model, config.ff, f"transformer.h.{index}"
         self.name, self.config = f"layers.{index}", config

@@ -121,6 +121,8 @@ class Embedding(Module):
 class Block(Module):
     """x + attention(norm(x)), then x + swiglu(norm(x))."""
 
+    replayable = True
+
     def __init__(self, config: LlamaConfig, index: int, rotary: Rotary) -> None:
         d, f, e, prefix = config.d_model, config.ff, config.head_width, f"model.layers.{index}"
         self.name, self.config, self.rotary = f"layers.{index}", config, rotary
@@ -150,6 +152,10 @@ class Block(Module):
         self.fused = [p for p in (self.qkv, self.gate_up, self.qkv_bias, self.gate_up_bias) if p is not None]
         self.out, self.down = out[0], down[0]
         self.out_bias, self.down_bias = out_bias[0] if out_bias else None, down_bias[0] if down_bias else None
+
+    @property
+    def lasting(self) -> list[Array]:  # type: ignore[override]
+        return [table for pair in self.rotary.tables.values() for table in pair]
 
     def forward(self, tape: Tape, x: Tensor, batch: MicroBatch) -> Tensor:
         c = self.config

@@ -55,6 +55,9 @@ class Module:
     borrowed: parameters it reads but another module stores (tied embeddings).
     looked_up: a table (v, d) of which forward reads the rows that the micro-batch's ids name, and no others.
     backward_reads_weights: False lets the schedule leave out the gather before its backward.
+    replayable: forward is the same operations in the same order for every micro-batch of one shape, whatever its numbers are,
+        and does nothing else: then small passes are made again from a recording (see `mpshard.shard.replays`).
+    lasting: arrays that it made once and reads since.
     """
 
     name: str
@@ -63,6 +66,8 @@ class Module:
     borrowed: Sequence[Parameter] = ()
     looked_up: Parameter | None = None
     backward_reads_weights = True
+    replayable = False
+    lasting: Sequence[Array] = ()
 
     def forward(self, tape: Tape, x: Any, batch: MicroBatch) -> Tensor:
         """x: a Tensor (b, t, d), None for the first module -> the next module's input; the last yields a loss or logits."""

@@ -15,7 +15,7 @@ from mpshard.comm.mesh import Mesh
 from mpshard.comm.staged import DeviceReplicas, device_transport
 from mpshard.comm.transport import MessageTransport, ReplicaTransport, Transport
 from mpshard.config import ConfigError
-from mpshard.device import compiled, cpu_kernels, gpu_libraries, mkl, open_device
+from mpshard.device import c_library, compiled, cpu_kernels, gpu_libraries, mkl, open_device
 from mpshard.device.base import Accelerator, Device
 from mpshard.device.blas import cpu_flags
 from mpshard.device.numpy_device import NumpyDevice
@@ -120,10 +120,10 @@ def _kernels(choice: str, comm: MPI.Comm) -> str:
     """Whose kernels all ranks take on a CPU: if they differed, so would what replicas compute."""
     if choice not in ("auto", "numpy", "compiled", "cuda"):
         raise ConfigError(f'run.kernels="{choice}" is not known; use auto, numpy, compiled, cuda')
-    known = ("numpy", *compiled.ORDER)
+    known = ("numpy", *c_library.ORDER)
     common = -int(collectives.all_max(comm, np.array([-known.index(cpu_kernels()[-1])], np.int64))[0])
     if choice == "compiled" and not common:
-        reason = compiled.load()
+        reason = c_library.load()
         raise ConfigError("run.kernels=compiled cannot be had"
                           + (f": {reason}" if isinstance(reason, str) else ": some ranks have none; use auto"))
     return "numpy" if choice == "numpy" else known[common]
@@ -143,7 +143,7 @@ def _multiply_bf16(device: NumpyDevice, mesh: Mesh) -> None:
 
     Our own are for one core, and know nothing of AMX.
     """
-    ours = isinstance(device, compiled.CompiledDevice) and mesh.cores == 1 and compiled.multiplies_bf16()
+    ours = isinstance(device, compiled.CompiledDevice) and mesh.cores == 1 and c_library.multiplies_bf16()
     product = "not asked" if ours and "amx_bf16" not in cpu_flags() else mkl.find()
     without_ours, without_mkl = collectives.all_max(mesh.comm, np.array([not ours, isinstance(product, str)], np.int64))
     if not without_mkl:

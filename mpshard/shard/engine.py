@@ -15,6 +15,7 @@ from mpshard.nn.module import MicroBatch, Module
 from mpshard.shard import schedule
 from mpshard.shard.away import Away
 from mpshard.shard.observer import Observer
+from mpshard.shard.replays import Replays
 from mpshard.shard.schedule import (
     Backward,
     Fetch,
@@ -64,12 +65,14 @@ class Counters:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A program, the micro-batches that each of its gathers serves, and the buffer of each gather and gradient."""
+    """A program, the micro-batches that each of its gathers serves, the buffer of each gather and gradient, and where each
+    unit's gradient is finished for the last time."""
 
     program: Program
     serves: Mapping[int, tuple[int, ...]]
     full: Slots
     gradients: Slots
+    last_finish: Mapping[str, int]
 
 
 class Buffers:
@@ -119,6 +122,7 @@ class Engine:
             Reduce: self._reduce, Finish: self._finish, Step: self._step,
             Offload: self._offload, Release: self._release, Fetch: self._fetch}
         self.away = Away(cast(Accelerator, device))  # used by programs that offload, which are a device's
+        self.replays = Replays(device, units, self.stages)
         self.recomputed: frozenset[str] = frozenset()  # stages that keep only their input, and run forward twice
         self.drops_cheap = False  # whether norms and activations are made again in backward
         self.fp8 = False  # whether the blocks' products round their inputs to 8 bits
@@ -156,7 +160,8 @@ class Engine:
         """Choose the buffer of every gather and gradient of a program, once."""
         sizes = {name: unit.layout.padded_size for name, unit in self.units.items()}
         return Prepared(program, schedule.served(program, self.stages.values()), schedule.full_slots(program, sizes),
-                        schedule.gradient_slots(program, self.stages.values(), sizes))
+                        schedule.gradient_slots(program, self.stages.values(), sizes),
+                        {i.unit: index for index, i in enumerate(program) if isinstance(i, Finish)})
 
     def run(self, prepared: Prepared, batches: Sequence[MicroBatch],
             keys: Sequence[tuple[Any, ...]] = ()) -> tuple[list[Tensor], Counters]:
@@ -173,11 +178,11 @@ class Engine:
         self.stream: dict[int, Tensor] = {}  # what flows between stages: activations forward, then gradients backward
         self.outputs: list[Tensor] = []
         self.away.begin()
+        self.replays.begin(prepared.program)
         in_place = self.transport.in_place
         self.full_of = self.full.fit(prepared.full.sizes) if self.encoded or not in_place else []
         self.words_of = self.words.fit(self._words(prepared.full.sizes)) if self.encoded and not in_place else []
         self.gradient_of = self.full_gradients.fit(prepared.gradients.sizes)
-        self.last_finish = {i.unit: index for index, i in enumerate(prepared.program) if isinstance(i, Finish)}
         gathered, reduced = self._bytes()
         for self.index, instruction in enumerate(prepared.program):
             start = time.perf_counter()
@@ -245,10 +250,9 @@ class Engine:
         x = self.stream.pop(mb, None)
         if x is not None:
             x = Tensor(x.data, wants_grad=name != self.trained[0])
-        y = self.modules[name].forward(tape, x, self.batches[mb])
+        drops_cheap = trained and self.drops_cheap and name != self.order[-1]  # the last one's backward follows at once
+        y = self.replays.forward(self.modules[name], tape, x, self.batches[mb], drops_cheap)
         if trained:
-            if self.drops_cheap and name != self.order[-1]:  # the last one's backward follows at once
-                tape.drop_cheap()
             self.tapes[name, mb] = tape, x, y if tape.recording else None
         if name == self.order[-1]:
             self.outputs.append(y)
@@ -281,7 +285,7 @@ class Engine:
         # The gradient of the sum of token losses is 1 (times a scale that keeps 16-bit gradients off zero): nothing is
         # divided here, the optimizer divides once by the step's valid tokens, so accumulation, padding and world size
         # drop out.
-        tape.backward(y, self.loss_scale if isinstance(y, Loss) else self.stream.pop(mb).grad, instruction.inputs_only)
+        self.replays.backward(tape, y, self.loss_scale if isinstance(y, Loss) else self.stream.pop(mb).grad, instruction.inputs_only)
         if instruction.inputs_only:
             self.unfinished[name, mb] = tape
         if x is not None:
@@ -314,7 +318,7 @@ class Engine:
         self.waits_for = ""
         self.counters.reduce_wait_s += waited
         self.counters.in_flight_s += in_flight
-        if self.index == self.last_finish[instruction.unit]:
+        if self.index == self.prepared.last_finish[instruction.unit]:
             gradients.start_settle()
 
     def _offload(self, instruction: Offload) -> None:

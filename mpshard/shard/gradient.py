@@ -63,6 +63,13 @@ class UnitGradient:
         self.partial: list[tuple[int, Array]] = []  # deterministic: (micro-batches summed, their sum), sizes falling
 
     @property
+    def full(self) -> Array:
+        """The buffer (padded_size,) that backward writes to, while it is open."""
+        if self._full is None:
+            raise RuntimeError(f"unit {self.name} has no buffer for a gradient")
+        return self._full
+
+    @property
     def is_open(self) -> bool:
         """Whether backward may write: a buffer is attached and its reduce has not been started."""
         return self._full is not None and self._reduce is None
@@ -80,8 +87,10 @@ class UnitGradient:
             self.observer.waited(self.name, start, start + waited)
         self._slot, self._full = slot, slot.array[: self.layout.padded_size]
         self._full[self.layout.size:] = 0
-        for parameter, offset, size in self.views:
-            parameter.bind_grad(self._full[offset:offset + size].reshape(parameter.shape))
+        if self.name not in slot.cuts:
+            slot.cuts[self.name] = [self._full[offset:offset + size].reshape(parameter.shape) for parameter, offset, size in self.views]
+        for (parameter, _, _), view in zip(self.views, slot.cuts[self.name], strict=True):
+            parameter.bind_grad(view)
         return waited
 
     def written(self) -> None:

@@ -32,7 +32,8 @@ def group(model: Model, rule: Rule = "block") -> list[Group]:
     those that match the second into another, and so on, the rest by module.
 
     A unit's frozen parameters are stored apart from those that learn ("layers.3.frozen"), so that they cost neither
-    gradient nor moments.
+    gradient nor moments. Matrices lie before vectors: what decays by default and what does not are one piece each, and a
+    slice is updated in two.
     """
     if not any(parameter.trainable for parameter in model.parameters):
         raise ConfigError("nothing in the model is trainable; see optim.trainable")
@@ -45,6 +46,7 @@ def group(model: Model, rule: Rule = "block") -> list[Group]:
     fused = [f for module in model.modules for f in module.fused]
     groups = []
     for name, parameters in units.items():
+        parameters.sort(key=lambda p: len(p.shape) < 2)
         own = {p.name for p in parameters}
         views = tuple(f for f in fused if all(part.name in own for part in f.parts))
         groups.append(Group(name, tuple(parameters), views, parameters[0].trainable))

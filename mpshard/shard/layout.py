@@ -118,6 +118,17 @@ class Table:
         return slice(start + rows.start * self.width, start + rows.stop * self.width)
 
 
+def joined(segments: Sequence[Segment]) -> list[slice]:
+    """The places in the slice that segments cover, neighbours as one."""
+    places: list[slice] = []
+    for s in segments:
+        if places and places[-1].stop == s.offset:
+            places[-1] = slice(places[-1].start, s.offset + s.size)
+        else:
+            places.append(s.slice)
+    return places
+
+
 def lay_out(parameters: Sequence[tuple[str, tuple[int, ...]]], world: int, align: int = ALIGN) -> Layout:
     """Place (name, shape) pairs one after another. Names must differ; world >= 1."""
     if world < 1 or align < 1:

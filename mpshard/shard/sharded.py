@@ -250,7 +250,7 @@ class Sharded:
     def _own_gradients(self) -> list[Array]:
         """The parts of the gradient that this rank owns: every element of the model lies in one rank's part, so a sum
         over ranks counts it once."""
-        return [unit.gradient[s.slice] for unit in self._learning for s in unit.owned]
+        return [unit.gradient[place] for unit in self._learning for place in unit.owned_places]
 
 
 def _host_arrays(batch: Sequence[Any]) -> list[np.ndarray]:

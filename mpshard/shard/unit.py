@@ -26,7 +26,7 @@ from mpshard.device.base import Array, Device, Kind
 from mpshard.device.lasting import Lasting
 from mpshard.shard.gradient import UnitGradient
 from mpshard.shard.grouping import Group
-from mpshard.shard.layout import Layout, Segment, lay_out
+from mpshard.shard.layout import Layout, Segment, joined, lay_out
 from mpshard.shard.observer import Observer
 from mpshard.shard.precision import DTYPES, Plain, Precision
 
@@ -45,6 +45,7 @@ class Unit:
     layout: where each parameter lies; `segments` is this rank's part of it.
     master: this rank's slice (m,) of the weights in full precision, the lasting copy.
     owned: the segments that this rank writes to a checkpoint: all of its own, or where ranks hold the same, a share.
+    owned_places: where in the slice those are, neighbours joined.
     gradients: this rank's slice of the gradient, and how it comes about; None for a unit that does not learn.
     """
 
@@ -57,6 +58,7 @@ class Unit:
         self.layout: Layout = lay_out(shapes, 1 if replicated else mesh.world)
         self.segments = self.layout.segments(0 if replicated else mesh.slice)
         self.owned = _share(self.segments, mesh) if replicated else self.segments
+        self.owned_places = joined(self.owned)
         self.dtype, self.wire = DTYPES[precision.master], precision.wire
         self.replicas = 1 if replicated else mesh.replicas.size
         m = self.layout.shard_size
@@ -78,6 +80,7 @@ class Unit:
             _check_adjacent(self.name, fused, self.layout)
         self._gather: Pending | None = None
         self._full: Array | None = None
+        self._cut: tuple[Array | None, list[Array]] = (None, [])
         self._slots: tuple[Slot | None, Slot | None] = (None, None)
         self.neighbours = neighbours  # the few ranks that keep the unit among themselves from forward to backward
         self.between = between  # under hybrid sharding: the ranks that hold replicas
@@ -174,13 +177,22 @@ class Unit:
             self._full = slot.array[: self.layout.padded_size]
             self.wire.decode(self.device, words, self._full, self.layout.world)
             self.transport.release(received)
-        for parameter, offset, size in self.views:
-            parameter.bind(self._full[offset:offset + size].reshape(parameter.shape))
+        for (parameter, _, _), view in zip(self.views, self._weights(), strict=True):
+            parameter.bind(view)
         self._gather, self.state = None, State.FULL
         if self.observer is not None:
             self.observer.gathered(self.name, gather.started, gather.finished)
             self.observer.waited(self.name, start, end)
         return end - start, gather.seconds
+
+    def _weights(self) -> list[Array]:
+        """The parameters in the full vector; where that lies in one place for ever, cut once."""
+        if self._full is self._cut[0]:
+            return self._cut[1]
+        weights = [self._full[offset:offset + size].reshape(parameter.shape) for parameter, offset, size in self.views]
+        if self.transport.in_place and self.travels_as_it_is:
+            self._cut = self._full, weights
+        return weights
 
     def free(self, keep: bool = False) -> None:
         """Give the full vector up; the slot's next user may overwrite it at once. keep: but for this rank's part of it

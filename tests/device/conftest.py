@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mpshard.device import blas, compiled
+from mpshard.device import blas, c_library, compiled
 from mpshard.device.numpy_device import NumpyDevice
 
 
@@ -11,13 +11,13 @@ def device(request, monkeypatch):
     also cut among threads, however little there is to do."""
     if request.param == "numpy":
         return NumpyDevice(poison=True)
-    if isinstance(reason := compiled.load(), str):
+    if isinstance(reason := c_library.load(), str):
         pytest.skip(f"no compiled kernels: {reason}")
     if request.param == "3 threads":
         monkeypatch.setattr(compiled, "GRAIN", 1)
         monkeypatch.setattr(blas, "threads", lambda: 3)
         return compiled.CompiledDevice(poison=True)
-    if request.param not in compiled.all_instructions():
+    if request.param not in c_library.all_instructions():
         pytest.skip(f"this processor has no {request.param}")
     return compiled.CompiledDevice(poison=True, chosen=request.param)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpshard.device import blas, compiled
+from mpshard.device import blas, c_library, compiled
 
-missing = compiled.load() if isinstance(compiled.load(), str) else None
+missing = c_library.load() if isinstance(c_library.load(), str) else None
 pytestmark = pytest.mark.skipif(missing is not None, reason=f"no compiled kernels: {missing}")
 KINDS = ("plain", "avx2", "avx512", "bf16")
 
@@ -21,7 +21,7 @@ def one_thread(monkeypatch):
 
 
 def product_device(kind):
-    if kind not in compiled.all_instructions() and not (kind == "bf16" and compiled.multiplies_bf16()):
+    if kind not in c_library.all_instructions() and not (kind == "bf16" and c_library.multiplies_bf16()):
         pytest.skip(f"this processor has no {kind}")
     device = compiled.CompiledDevice(poison=True)
     device.products = kind
@@ -72,7 +72,7 @@ def test_what_is_not_finite_shows(kind):
 
 
 def test_what_stays_with_blas(monkeypatch):
-    device = product_device(compiled.all_instructions()[-1].replace("zen4", "avx512"))
+    device = product_device(c_library.all_instructions()[-1].replace("zen4", "avx512"))
     called = []
     monkeypatch.setattr(device, "run", lambda name, *args, **options: called.append(name))
     one, wide = np.ones((4, 4), np.float32), np.ones((4, 4))

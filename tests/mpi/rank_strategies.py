@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from mpshard.config import ConfigError
-from mpshard.device import compiled, cpu_kernels, mkl, open_device
+from mpshard.device import c_library, cpu_kernels, mkl, open_device
 from mpshard.device.base import Kind
 from mpshard.device.blas import set_blas_threads
 from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
@@ -161,17 +161,17 @@ def test_bf16_products_are_everybodys_or_nobodys(comm, monkeypatch, on_all):
         calls.append(args)
         cblas(*args)
 
-    monkeypatch.setattr(compiled, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(c_library, "multiplies_bf16", lambda: False)
     monkeypatch.setattr(mkl, "find", lambda: product if on_all or comm.rank == 0 else "not here")
     losses, _, _, sharded = train(comm, precision=Precision(param="bf16"), lr=1e-3, device="numpy")
     assert bool(calls) == on_all == ("MKL" in sharded.device.about)
     np.testing.assert_allclose(losses, alone(lr=1e-3)[0], rtol=5e-3)
 
 
-@pytest.mark.skipif(not compiled.multiplies_bf16(), reason="this processor has no bfloat16 arithmetic, or there are no compiled kernels")
+@pytest.mark.skipif(not c_library.multiplies_bf16(), reason="this processor has no bfloat16 arithmetic, or there are no compiled kernels")
 @pytest.mark.parametrize("on_all", [True, False])
 def test_our_bf16_products_are_everybodys_or_nobodys(comm, monkeypatch, on_all):
-    monkeypatch.setattr(compiled, "multiplies_bf16", lambda: on_all or comm.rank == 0)
+    monkeypatch.setattr(c_library, "multiplies_bf16", lambda: on_all or comm.rank == 0)
     monkeypatch.setattr(mkl, "find", lambda: "not here")
     set_blas_threads(1)
     losses, _, _, sharded = train(comm, precision=Precision(param="bf16"), lr=1e-3, device="numpy")

@@ -3,6 +3,7 @@
 #include "elementwise.h"
 #include "attention.h"
 #include "product.h"
+#include "again.h"
 #undef vec
 #undef ints
 #undef LARGER

@@ -23,6 +23,10 @@
 INLINE int bits_of(float x) { int bits; memcpy(&bits, &x, 4); return bits; }
 INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 
+// An argument of a call that is made again: as it is, or so many bytes from one of several places that differ from time to time.
+union word { long integer; float real; void *pointer; };
+struct call { void (*function)(const union word *); union word words[14]; signed char places[14]; };
+
 #define NAME(name) name##_plain
 #define LANES 4
 #define LARGER(a, b) NAME(choose)((a) > (b), a, b)  // the larger of each, b where they cannot be compared
@@ -61,8 +65,24 @@ INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 #define BF16
 #include "vectors.h"
 #include "product.h"
+#include "again.h"
 #pragma GCC pop_options
 #endif
+
+// Calls one after another. A word's place: -1 as it is, else places[place], a pointer that the word counts bytes from. The word
+// at place 0 is not a pointer: it is `accumulate`.
+EXPORT void replay(long n, const struct call *calls, char *const *places, long accumulate) {
+    for (const struct call *call = calls; call < calls + n; call++) {
+        union word words[14];
+        for (int i = 0; i < 14; i++) {
+            int place = call->places[i];
+            words[i] = call->words[i];
+            if (place > 0) words[i].pointer = places[place] + call->words[i].integer;
+            else if (place == 0) words[i].integer = accumulate;
+        }
+        call->function(words);
+    }
+}
 
 // Whether float32's products are better ours: OpenBLAS has no kernels for AMD's processors with AVX-512 and takes Intel's.
 EXPORT int multiplies(void) {
@@ -85,7 +105,7 @@ EXPORT int multiplies_bf16(void) {
 }
 
 // One more with every change of what a kernel takes or does; compiled.py refuses a library that was built from older sources.
-EXPORT int version(void) { return 3; }
+EXPORT int version(void) { return 4; }
 
 // The best set of instructions that this processor has.
 EXPORT const char *instructions(void) {

@@ -52,6 +52,34 @@ EXPORT void NAME(swiglu_backward)(long n, long f, const float *dy, const float *
     }
 }
 
+// -- sums ------------------------------------------------------------------------------------
+EXPORT void NAME(add)(long n, float *out, const float *x) {
+    #pragma omp simd
+    for (long i = 0; i < n; i++) out[i] += x[i];
+}
+
+// out (d) = or += the sum over rows of dy (n, d). Of every 64 rows first, so that the error does not grow with n. part (d): scratch.
+EXPORT void NAME(column_sum)(long n, long d, const float *dy, int add, float *out, float *part) {
+    if (!n && !add) memset(out, 0, d * sizeof *out);
+    for (long row = 0; row < n; row += 64, add = 1) {
+        memcpy(part, dy + row * d, d * sizeof *part);
+        for (long next = row + 1; next < row + 64 && next < n; next++) {
+            #pragma omp simd
+            for (long i = 0; i < d; i++) part[i] += dy[next * d + i];
+        }
+        if (add) NAME(add)(d, out, part);
+        else memcpy(out, part, d * sizeof *out);
+    }
+}
+
+// In double: a square of a float is exact there.
+EXPORT double NAME(sum_of_squares)(long n, const float *x) {
+    double sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < n; i++) sum += (double)x[i] * x[i];
+    return sum;
+}
+
 // -- normalisation ---------------------------------------------------------------------------
 EXPORT void NAME(layer_norm)(long n, long d, const float *x, const float *weight, const float *bias, float eps,
                              float *y, float *means, float *inverses) {
@@ -69,9 +97,19 @@ EXPORT void NAME(layer_norm)(long n, long d, const float *x, const float *weight
     }
 }
 
-// With c = (x - mean) / std, g = dy * weight:  dx = (g - mean(g) - c mean(g c)) / std. dweight, dbias: sums over these rows.
+// to (d), where there is one, = or += sums (d).
+INLINE void NAME(store)(long d, const float *sums, int add, float *to) {
+    if (to && add) NAME(add)(d, to, sums);
+    else if (to) memcpy(to, sums, d * sizeof *to);
+}
+
+// With c = (x - mean) / std, g = dy * weight:  dx = or += (g - mean(g) - c mean(g c)) / std. dweight, dbias (d), or null: = or
+// += sums over these rows; sums (2, d): scratch.
 EXPORT void NAME(layer_norm_backward)(long n, long d, const float *dy, const float *x, const float *weight, const float *means,
-                                      const float *inverses, float *dweight, float *dbias, int add, float *dx) {
+                                      const float *inverses, int accumulate, float *dweight, float *dbias, float *sums, int add,
+                                      float *dx) {
+    float *of_weight = sums, *of_bias = sums + d;
+    memset(sums, 0, 2 * d * sizeof *sums);
     for (long row = 0; row < n; row++, dy += d, x += d, dx += d) {
         float mean = means[row], inverse = inverses[row], sum = 0, product = 0;
         #pragma omp simd reduction(+ : sum, product)
@@ -92,10 +130,12 @@ EXPORT void NAME(layer_norm_backward)(long n, long d, const float *dy, const flo
         }
         #pragma omp simd
         for (long i = 0; i < d; i++) {
-            dweight[i] += dy[i] * ((x[i] - mean) * inverse);
-            dbias[i] += dy[i];
+            of_weight[i] += dy[i] * ((x[i] - mean) * inverse);
+            of_bias[i] += dy[i];
         }
     }
+    NAME(store)(d, of_weight, accumulate, dweight);
+    NAME(store)(d, of_bias, accumulate, dbias);
 }
 
 EXPORT void NAME(rms_norm)(long n, long d, const float *x, const float *weight, float eps, float *y, float *inverses) {
@@ -109,8 +149,10 @@ EXPORT void NAME(rms_norm)(long n, long d, const float *x, const float *weight, 
     }
 }
 
+// sums (d): scratch.
 EXPORT void NAME(rms_norm_backward)(long n, long d, const float *dy, const float *x, const float *weight, const float *inverses,
-                                    float *dweight, int add, float *dx) {
+                                    int accumulate, float *dweight, float *sums, int add, float *dx) {
+    memset(sums, 0, d * sizeof *sums);
     for (long row = 0; row < n; row++, dy += d, x += d, dx += d) {
         float inverse = inverses[row], product = 0;
         #pragma omp simd reduction(+ : product)
@@ -124,8 +166,9 @@ EXPORT void NAME(rms_norm_backward)(long n, long d, const float *dy, const float
             for (long i = 0; i < d; i++) dx[i] = (dy[i] * weight[i] - x[i] * product) * inverse;
         }
         #pragma omp simd
-        for (long i = 0; i < d; i++) dweight[i] += dy[i] * x[i] * inverse;
+        for (long i = 0; i < d; i++) sums[i] += dy[i] * x[i] * inverse;
     }
+    NAME(store)(d, sums, accumulate, dweight);
 }
 
 // -- loss ------------------------------------------------------------------------------------
