@@ -230,7 +230,7 @@ def judge_cuda_aware(found: cuda_probe.Verdict | None) -> Check:
 def judge_libraries(missing: Sequence[str]) -> Check:
     """missing: why a GPU cannot use some of NVIDIA's libraries, on the first rank, whose checks count."""
     if not missing:
-        return Check("GPU libraries", Verdict.OK, "cuDNN's attention, cuBLASLt's products with a bias and of 8 bits")
+        return Check("GPU libraries", Verdict.OK, "cuDNN's attention, cuBLASLt's products with a bias or a GELU and of 8 bits")
     return Check("GPU libraries", Verdict.OK, f"the project's own kernels do without: {'; '.join(missing)}")
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpshard.autograd.tensor import Adapter, Array, Parameter, Tape, Tensor
+from mpshard.autograd.epilogues import past_gelu, weight_and_bias, with_gelu
+from mpshard.autograd.tensor import Activated, Adapter, Array, Parameter, Tape, Tensor
 
 
 def rows(x: Array) -> Array:
@@ -32,10 +33,12 @@ def whole(tape: Tape, weight: Parameter) -> Array:
 
 def _parts(weight: Parameter) -> list[tuple[Parameter, slice]]:
     """What is stored in one piece, and its rows of the weight."""
+    if not weight.apart:
+        return [(weight, slice(None))]
     found, row = [], 0
-    for part in weight.parts if weight.apart else (weight,):
-        found.append((part, slice(row, row + part.shape[0]) if weight.apart else slice(None)))
-        row += part.shape[0] if part.shape else 0
+    for part in weight.parts:
+        found.append((part, slice(row, row + part.shape[0])))
+        row += part.shape[0]
     return found
 
 
@@ -67,11 +70,15 @@ def linear_backward(tape: Tape, dy: Array, x: Tensor, weight: Parameter, bias: P
     tape.for_weights(lambda: _linear_weights(tape, dy, inputs, weight, bias, transposed))
     if x.wants_grad:
         w = whole(tape, weight)
-        x.accumulate(product(tape, dy, w.T if transposed else w, (True, False)).reshape(x.data.shape), tape.device)
+        w = w.T if transposed else w
+        if tape.device.epilogues is None or not past_gelu(tape, dy, w, x):
+            x.accumulate(product(tape, dy, w, (True, False)).reshape(x.data.shape), tape.device)
 
 
 def _linear_weights(tape: Tape, dy: Array, x: Array, weight: Parameter, bias: Parameter | None, transposed: bool) -> None:
     """Gradients of a weight and a bias; dy (n, o), x (n, i), which is not read if the weight does not learn."""
+    if tape.device.epilogues is not None and weight_and_bias(tape, dy, x, weight, bias, transposed):
+        return
     for part, place in _parts(bias) if bias is not None else ():
         target, accumulate = part.grad_target()
         if target is not None:
@@ -234,17 +241,24 @@ def _query_and_key_heads(qkv: Array, heads: int, kv_heads: int) -> tuple[Array, 
 
 
 # -- activations -----------------------------------------------------------------------------
-def gelu(tape: Tape, x: Tensor, approximate: bool = True) -> Tensor:
-    """x * Phi(x), element by element; `approximate` is the tanh form that GPT-2 was trained with."""
-    def make() -> Array:
-        return tape.device.gelu(x.data, approximate)
-
-    y = Tensor(make(), remake=make)  # backward has it anyway, for the next product's weight, and saves an exponential
-    return tape.record(y, gelu_backward, x, y, approximate)
+def gelu(tape: Tape, x: Tensor, approximate: bool = True, made: Array | None = None) -> Tensor:
+    """x * Phi(x), element by element; `approximate` is the tanh form that GPT-2 was trained with. made: by the product of x."""
+    y = Activated(tape.device.gelu(x.data, approximate) if made is None else made, lambda: tape.device.gelu(x.data, approximate))
+    y.of = x if approximate else None
+    return tape.record(y, gelu_backward, x, y, approximate)  # y: backward has it anyway, for the next product's weight
 
 
 def gelu_backward(tape: Tape, dy: Array, x: Tensor, y: Tensor, approximate: bool) -> None:
-    x.accumulate(tape.device.gelu_backward(dy, x.data, approximate, y.data), tape.device)
+    x.accumulate(tape.device.gelu_backward(dy, x.data, approximate, y.data), tape.device)  # y saves an exponential
+
+
+def linear_gelu(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter, transposed: bool = False, approximate: bool = True) -> Tensor:
+    """gelu(linear(x, weight, bias)), by one product where the device has such a one and nothing comes between, as adapters do."""
+    alone = tape.device.epilogues is None or tape.fp8 or not approximate or _adapters(weight)
+    made = None if alone else with_gelu(tape, x.data, whole(tape, weight), whole(tape, bias), transposed)
+    if made is None:
+        return gelu(tape, linear(tape, x, weight, bias, transposed), approximate)
+    return gelu(tape, tape.record(made[1], linear_backward, x, weight, bias, transposed), made=made[0])
 
 
 def swiglu(tape: Tape, gate_up: Tensor) -> Tensor:

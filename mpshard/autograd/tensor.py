@@ -54,6 +54,14 @@ class Tensor:
             device.add(self.grad, grad)
 
 
+class Activated(Tensor):
+    """The result of a GELU. of: what it was taken of, if by the tanh form: some products make that one's gradient at once."""
+
+    __slots__ = ("of",)
+
+    of: Tensor | None
+
+
 class Parameter:
     """A named weight. Its array exists only while the unit that stores it is gathered.
 

@@ -55,6 +55,22 @@ class Memory(Protocol):
         """Take memory into the account that somebody else holds for this rank (a shared window)."""
 
 
+class Epilogues(Protocol):
+    """Products that do what comes next before they are written. Where there is none for a case they do nothing, and `matmul`
+    and kernels are to do it. GELU is the tanh form.
+    """
+
+    def gelu(self, a: Array, b: Array, bias: Array, keep: bool) -> tuple[Array, Array | None] | None:
+        """gelu(a (m, k) @ b (k, n) + bias (n,)) -> (m, n), and what it was taken of, if that is to be kept; None: not done."""
+
+    def gelu_backward(self, dy: Array, b: Array, x: Array) -> Array | None:
+        """(dy (m, k) @ b (k, n)) * gelu'(x (m, n)) -> (m, n): the gradient of what a GELU was taken of; None: not done."""
+
+    def linear_gradients(self, dy: Array, x: Array, weight: Array, bias: Array, transposed: bool) -> bool:
+        """weight (o, i) = dy (n, o).T @ x (n, i), or (i, o) = x.T @ dy if transposed; bias (o,) = sum of dy's rows. Both are
+        overwritten. False: not done."""
+
+
 class Device(Protocol):
     """One rank's compute device. Sizes in elements, memory in bytes."""
 
@@ -64,6 +80,7 @@ class Device(Protocol):
     memory: Memory
     poison: bool  # tests: fill with NaN whatever is handed out uninitialised or given back
     on_host: bool  # arrays are the host's memory and calls return when their work is done; else see `Accelerator`
+    epilogues: Epilogues | None  # of a library; None: it has none
 
     @property
     def fp8_products(self) -> str:

@@ -18,7 +18,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
-from mpshard.device.base import Array
+from mpshard.device.base import Array, Epilogues
 from mpshard.device.cupy_attention import AttentionKernels
 from mpshard.device.cupy_fp8 import Fp8Kernels
 from mpshard.device.cupy_memory import CupyMemory, orientation
@@ -40,11 +40,12 @@ class CupyDevice(AttentionKernels, Fp8Kernels, CupyMemory):
 
     Attributes
     ----------
-    product_library: cuBLASLt's products with a bias, see `cupy_cublaslt`; None: a kernel adds it. All libraries are set by
-        `cupy_libraries.use`.
+    product_library: cuBLASLt's products with a bias, see `cupy_cublaslt`; None: a kernel adds it. All libraries, of which
+        `epilogues` is one, are set by `cupy_libraries.use`.
     """
 
     product_library: Any = None
+    epilogues: Epilogues | None = None
 
     def __init__(self, poison: bool = False, node_rank: int = 0, node_ranks: int = 1, tf32: bool = False) -> None:
         super().__init__(poison, node_rank, node_ranks)
@@ -60,7 +61,7 @@ class CupyDevice(AttentionKernels, Fp8Kernels, CupyMemory):
             return self._product(a, b, out, accumulate)
         out = self.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
         library = None if accumulate else self.product_library
-        if library is None or not library.run(a, b, bias, out, orientation(a), orientation(b), self.tf32):
+        if library is None or not library.add_bias(a, b, bias, out):
             self.add_bias(self._product(a, b, out, accumulate), bias)
         return out
 

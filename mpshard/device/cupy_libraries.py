@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from mpshard.device.base import Array, Device
 
 TOLERANCE = 0.02  # of the largest value: ten units of rounding of float16, far below any mistake
+EPILOGUES = "GELU and bias gradients"
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,14 @@ class Found:
 
 
 def find(device: Any, fp8: bool = True) -> list[Found]:
-    """cuDNN's attention and cuBLASLt's products with a bias and, with fp8, of 8 bits, each tried on `device`, which does not use
-    them yet."""
+    """cuDNN's attention and cuBLASLt's products with a bias, with a GELU and, with fp8, of 8 bits, each tried on `device`, which
+    does not use them yet."""
     def attention() -> Any:
         from mpshard.device.cupy_cudnn import Attention
 
         return Attention(device)
 
+    @cache
     def products() -> Any:
         from mpshard.device.cupy_cublaslt import Products
 
@@ -46,7 +49,8 @@ def find(device: Any, fp8: bool = True) -> list[Found]:
         return Fp8Products(device)
 
     tried = [_tried("attention", "cudnn", "nvidia-cudnn-frontend", attention, lambda found: _attention_differs(device, found)),
-             _tried("bias", "nvmath", "nvmath-python", products, lambda found: _product_differs(device, found))]
+             _tried("bias", "nvmath", "nvmath-python", products, lambda found: _product_differs(device, found)),
+             _tried(EPILOGUES, "nvmath", "nvmath-python", products, lambda found: _epilogues_differ(device, found))]
     if fp8:
         tried.append(_tried("fp8", "nvmath", "nvmath-python", products_of_8_bits, lambda found: _fp8_differs(device, found)))
     return tried
@@ -55,7 +59,8 @@ def find(device: Any, fp8: bool = True) -> list[Found]:
 def use(device: Any, libraries: Sequence[Found]) -> None:
     """Let `device` use these of what `find` found."""
     taken = {found.name: found.library for found in libraries if found.library is not None}
-    device.attention_library, device.product_library, device.fp8_library = (taken.get(name) for name in ("attention", "bias", "fp8"))
+    device.attention_library, device.product_library, device.epilogues, device.fp8_library = (
+        taken.get(name) for name in ("attention", "bias", EPILOGUES, "fp8"))
     # Products of 8 bits are told of where they are chosen: see `Device.fp8_products`.
     device.about += "".join(f", {name} by {library.about}" for name, library in taken.items() if name != "fp8")
 
@@ -88,9 +93,29 @@ def _product_differs(device: Any, library: Any) -> str:
     a, b, bias = _random(device, 48, 64), _random(device, 80, 64), _random(device, 80)
     ours = device.matmul(a, b.T, bias=bias)
     theirs = device.empty(ours.shape, ours.dtype)
-    if not library.run(a, b.T, bias, theirs, (0, 64), (1, 64), False):
+    if not library.add_bias(a, b.T, bias, theirs):
         return f"{library.about} has no product with a bias of {a.dtype}"
     return _compare(device, library.about, (ours,), [theirs])
+
+
+def _epilogues_differ(device: Any, library: Any) -> str:
+    """As `_product_differs`: a linear layer and a GELU forward, kept for backward or not, and backward, weights either way round."""
+    x = _random(device, 48, 64, scale=1 / 8)  # so that GELU is taken of what is about one
+    w, bias, dy, v = (_random(device, *shape) for shape in ((80, 64), (80,), (48, 32), (32, 80)))
+    h = device.matmul(x, w.T, bias=bias)
+    y, dh = device.gelu(h, True), device.gelu_backward(device.matmul(dy, v), h, True)
+    kept, alone, backward = library.gelu(x, w.T, bias, True), library.gelu(x, w.T, bias, False), library.gelu_backward(dy, v, h)
+    if kept is None or alone is None or backward is None:
+        return f"{library.about} has no products with a GELU of {x.dtype}"
+    ours, theirs = [y, h, y, dh], [*kept, alone[0], backward]
+    for transposed, a, b in ((False, dh.T, x), (True, x.T, dh)):
+        own = device.matmul(a, b), device.empty(80, dh.dtype)
+        device.column_sum(dh, own[1], False)
+        other = [device.zeros(part.shape, part.dtype) for part in own]
+        if not library.linear_gradients(dh, x, *other, transposed):
+            return f"{library.about} has no bias gradients of {x.dtype}"
+        ours, theirs = [*ours, *own], [*theirs, *other]
+    return _compare(device, library.about, ours, theirs)
 
 
 def _fp8_differs(device: Any, library: Any) -> str:
@@ -108,12 +133,12 @@ def _fp8_differs(device: Any, library: Any) -> str:
         return f"{library.about} has no products of 8 bits on this GPU"
     device.fp8_library = library
     try:
-        return _compare(device, library.about, ours, list(both()))
+        return _compare(device, library.about, ours, both())
     finally:
         device.fp8_library = None
 
 
-def _compare(device: Device, about: str, ours: tuple[Array, ...], theirs: list[Array]) -> str:
+def _compare(device: Device, about: str, ours: Sequence[Array], theirs: Sequence[Array]) -> str:
     for x, y in zip(ours, theirs, strict=True):
         own, other = (device.to_host(array).astype(np.float64) for array in (x, y))
         apart = np.abs(own - other).max() / np.abs(own).max()
@@ -122,6 +147,6 @@ def _compare(device: Device, about: str, ours: tuple[Array, ...], theirs: list[A
     return ""
 
 
-def _random(device: Device, *shape: int) -> Array:
-    """Of float16, the 16-bit type of every CuPy."""
-    return device.from_host(np.random.default_rng(0).standard_normal(shape, np.float32).astype(np.float16))
+def _random(device: Device, *shape: int, scale: float = 1.0) -> Array:
+    """Of float16, the 16-bit type of every CuPy; of another shape other numbers, so that products have no large elements."""
+    return device.from_host((scale * np.random.default_rng(shape).standard_normal(shape, np.float32)).astype(np.float16))

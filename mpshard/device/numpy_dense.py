@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mpshard.device import mkl
+from mpshard.device.base import Epilogues
 from mpshard.device.numpy_memory import NumpyMemory, block_rows, blocks
 
 PRODUCT_BYTES = 1 << 20  # of an accumulated product's block: read back from the cache, and tall enough for BLAS
@@ -19,6 +20,7 @@ class DenseKernels(NumpyMemory):
     """
 
     bf16_product: Callable[..., None] | None = None
+    epilogues: Epilogues | None = None
 
     def matmul(
         self, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, accumulate: bool = False,

@@ -81,8 +81,7 @@ class Block(Module):
         y = ops.linear(tape, y, self.out_weight, self.out_bias, transposed=True)  # (b, t, d)
         x = ops.residual(tape, x, y, c.dropout)
         h = ops.layer_norm(tape, x, self.norm2_weight, self.norm2_bias, c.norm_eps)
-        h = ops.linear(tape, h, self.up_weight, self.up_bias, transposed=True)  # (b, t, f)
-        h = ops.gelu(tape, h, c.gelu_approximate)
+        h = ops.linear_gelu(tape, h, self.up_weight, self.up_bias, transposed=True, approximate=c.gelu_approximate)  # (b, t, f)
         h = ops.linear(tape, h, self.down_weight, self.down_bias, transposed=True)  # (b, t, d)
         return ops.residual(tape, x, h, c.dropout)
 

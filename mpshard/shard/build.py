@@ -77,8 +77,8 @@ def shard(model: Model, comm: MPI.Comm | None = None, *, strategy: str = "full",
     ranks_on_node: 0, what MPI says; a divisor of it cuts a node into several, for tests.
     cuda_aware: whether MPI takes GPU memory: "yes", "no", or "auto", which tries.
     kernels: of a CPU: "numpy"; "compiled", the best that all ranks have; "auto", compiled where there are any. Of a GPU:
-        "cuda", the project's own; "auto", also cuDNN's attention and cuBLASLt's products with a bias and of 8 bits, where they are
-        installed and right on all ranks. Last bits differ.
+        "cuda", the project's own; "auto", also cuDNN's attention and cuBLASLt's products with a bias, its gradient or a GELU and
+        of 8 bits, where they are installed and right on all ranks. Last bits differ.
 
     Raises
     ------

@@ -126,6 +126,7 @@ class MemoryPool:
 
     def __init__(self) -> None:
         self._free: dict[tuple[Stream, int], list[np.ndarray]] = {}
+        self._held: dict[int, int] = {}  # bytes that were asked for, by address
 
     def malloc(self, size: int) -> MemoryPointer:
         place = stream_of_work(), -(-size // 512) * 512
@@ -136,14 +137,20 @@ class MemoryPool:
         else:
             space = np.full(place[1] + 512, 0xFF, np.uint8)
             block = space[-space.ctypes.data % 512:][:place[1]]
-        return MemoryPointer(_Pooled(self._free.setdefault(place, []), block), 0)
+        self._held[block.ctypes.data] = size
+        return MemoryPointer(_Pooled(self._free.setdefault(place, []), block, self._held), 0)
+
+    def _holds(self, address: int, nbytes: int) -> bool:
+        """Whether these bytes lie in a block that is in use, within what was asked for."""
+        return any(start <= address and address + nbytes <= start + size for start, size in list(self._held.items()))
 
 
 class _Pooled:
-    def __init__(self, home: list[np.ndarray], block: np.ndarray) -> None:
-        self.home, self.block, self.ptr, self.size = home, block, block.ctypes.data, block.size
+    def __init__(self, home: list[np.ndarray], block: np.ndarray, held: dict[int, int]) -> None:
+        self.home, self.block, self.ptr, self.size, self.held = home, block, block.ctypes.data, block.size, held
 
     def __del__(self) -> None:
+        del self.held[self.ptr]
         self.home.append(self.block)
 
 

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from mpshard.device.numpy_device import NumpyDevice
-from tests.device.lazy_arrays import CLOCK, Range, Stream, at
+from tests.device.lazy_arrays import CLOCK, POOL, Range, Stream, at
 from tests.device.lazy_cupy import _CUDA_TYPES, instead
 
 EXACT = NumpyDevice()
@@ -173,10 +173,12 @@ class cuBLASLtError(Exception):
 
 
 class MatmulDescAttribute(IntEnum):
-    TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, A_SCALE_POINTER, B_SCALE_POINTER, BIAS_DATA_TYPE = 3, 4, 7, 8, 17, 18, 26
+    TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, EPILOGUE_AUX_POINTER, EPILOGUE_AUX_LD = 3, 4, 7, 8, 11, 12
+    A_SCALE_POINTER, B_SCALE_POINTER, BIAS_DATA_TYPE = 17, 18, 26
 
 
-POINTERS = (MatmulDescAttribute.BIAS_POINTER, *(SCALES := (MatmulDescAttribute.A_SCALE_POINTER, MatmulDescAttribute.B_SCALE_POINTER)))
+SCALES = (MatmulDescAttribute.A_SCALE_POINTER, MatmulDescAttribute.B_SCALE_POINTER)
+LONG = (MatmulDescAttribute.BIAS_POINTER, MatmulDescAttribute.EPILOGUE_AUX_POINTER, MatmulDescAttribute.EPILOGUE_AUX_LD, *SCALES)
 
 
 class MatmulPreferenceAttribute(IntEnum):
@@ -184,7 +186,16 @@ class MatmulPreferenceAttribute(IntEnum):
 
 
 class Epilogue(IntEnum):
-    BIAS = 4
+    DEFAULT, BIAS, GELU_BIAS, GELU_AUX_BIAS, DGELU, BGRADA, BGRADB = 1, 4, 36, 164, 192, 256, 512
+
+
+ADDS_BIAS = (Epilogue.BIAS, Epilogue.GELU_BIAS, Epilogue.GELU_AUX_BIAS)
+SUMS = (Epilogue.BGRADA, Epilogue.BGRADB)
+WITH_AUX = (Epilogue.GELU_AUX_BIAS, Epilogue.DGELU)
+BESIDE = (MatmulDescAttribute.BIAS_POINTER, MatmulDescAttribute.EPILOGUE_AUX_POINTER)
+CALLED = {Epilogue.DEFAULT: "", Epilogue.BIAS: " with a bias", Epilogue.GELU_BIAS: " with a bias and GELU",
+          Epilogue.GELU_AUX_BIAS: " with a bias and GELU, both kept", Epilogue.DGELU: " with GELU's derivative",
+          Epilogue.BGRADA: " with a bias gradient", Epilogue.BGRADB: " with a bias gradient"}
 
 
 FP8 = {28: ml_dtypes.float8_e4m3fn, 29: ml_dtypes.float8_e5m2}  # cudaDataType's
@@ -226,7 +237,7 @@ def matmul_desc_create(compute_type: int, scale_type: int) -> int:
 
 
 def matmul_desc_set_attribute(matmul_desc: int, attr: int, buf: int, size_in_bytes: int) -> None:
-    assert size_in_bytes == (8 if MatmulDescAttribute(attr) in POINTERS else 4)
+    assert size_in_bytes == (8 if MatmulDescAttribute(attr) in LONG else 4)
     _set(matmul_desc, attr, buf, size_in_bytes)
 
 
@@ -257,26 +268,45 @@ def matmul_algo_get_heuristic(light_handle: int, operation_desc: int, adesc: int
     if why := _unsupported(description, a, b, d, alignments):
         raise cuBLASLtError(f"CUBLAS_STATUS_NOT_SUPPORTED ({why})")
     description["alignments"] = alignments
+    description["searched"] = {name: _alignment(description[name]) for name in BESIDE if name in description}
     _RESULTS[heuristic_results_array].workspace_size = 1000
     at(return_algo_count, 4).view(np.int32)[0] = requested_algo_count
 
 
+def _alignment(address: int) -> int:
+    return address & -address
+
+
 def _unsupported(description: dict[Any, Any], a: dict[str, Any], b: dict[str, Any], d: dict[str, Any], alignments: list[int]) -> str:
     """Why there is no such product, by the tables of the manual; those of 8 bits on Hopper."""
-    types, bias = (a["type"], b["type"], d["type"]), MatmulDescAttribute.EPILOGUE in description
-    assert not bias or description[MatmulDescAttribute.EPILOGUE] == Epilogue.BIAS
+    types, epilogue = (a["type"], b["type"], d["type"]), Epilogue(description.get(MatmulDescAttribute.EPILOGUE, 1))
+    k = a["rows" if description[MatmulDescAttribute.TRANSA] else "cols"]
+    bias = epilogue in ADDS_BIAS or epilogue in SUMS
+    bias_type = description[MatmulDescAttribute.BIAS_DATA_TYPE] if bias else d["type"]
+    # nvmath gives an address, if none that is right, before it asks for an algorithm: "to bypass the cuBLAS check".
+    assert epilogue not in WITH_AUX or description[MatmulDescAttribute.EPILOGUE_AUX_POINTER]
+    aux_line = description[MatmulDescAttribute.EPILOGUE_AUX_LD] if epilogue in WITH_AUX else 0
+    if aux_line % 8 or aux_line < (d["rows"] if epilogue in WITH_AUX else 0):
+        return f"auxiliary lines of {aux_line} elements"
+    if epilogue == Epilogue.BGRADA and description[MatmulDescAttribute.TRANSA] or \
+            epilogue == Epilogue.BGRADB and not description[MatmulDescAttribute.TRANSB]:
+        return "a bias gradient over lines"
+    if k == 1 and epilogue in (Epilogue.DGELU, *SUMS):
+        return "k of one"
     if not any(kind in FP8 for kind in types):
-        if len({*types, *([description[MatmulDescAttribute.BIAS_DATA_TYPE]] if bias else [])}) > 1:
-            return f"types {types}"
+        if types[0] != types[1] or d["type"] not in (types[0], 0) or bias_type != d["type"]:
+            return f"types {types}, bias {bias_type}"
         return "scales of what has none" if any(scale in description for scale in SCALES) else ""
+    if epilogue not in (Epilogue.DEFAULT, Epilogue.BIAS):
+        return f"8 bits with {epilogue.name}"
     if CAPABILITY < 89:
         return f"8 bits on sm_{CAPABILITY}"
     if not (a["type"] in FP8 and b["type"] in FP8) or a["type"] == b["type"] == 29 or d["type"] not in (0, 2, 14):
         return f"types {types}"
     if (description[MatmulDescAttribute.TRANSA], description[MatmulDescAttribute.TRANSB]) != (1, 0):
         return "8 bits not as TN"
-    if bias and description[MatmulDescAttribute.BIAS_DATA_TYPE] != (14 if d["type"] == 0 else d["type"]):
-        return f"a bias of type {description[MatmulDescAttribute.BIAS_DATA_TYPE]}"
+    if bias and bias_type != (14 if d["type"] == 0 else d["type"]):
+        return f"a bias of type {bias_type}"
     lines = a["ld"], b["ld"], d["ld"] * d["kind"].itemsize
     return f"lines of {lines} bytes, addresses of {alignments}" if any(n % 16 for n in (*lines, *alignments)) else ""
 
@@ -291,27 +321,49 @@ def matmul(light_handle: int, compute_desc: int, alpha: int, a: int, adesc: int,
 
     def matrix(address: int, number: int) -> tuple[np.ndarray, Range]:
         m = _OBJECTS[number]
-        size = m["kind"].itemsize
-        nbytes = ((m["cols"] - 1) * m["ld"] + m["rows"]) * size
-        return np.ndarray((m["rows"], m["cols"]), m["kind"], at(address, nbytes), 0, (size, size * m["ld"])), _range(address, nbytes, False)
+        return lying(address, m["kind"], m["rows"], m["cols"], m["ld"])
+
+    def lying(address: int, kind: np.dtype, rows: int, columns: int, line: int, written: bool = False) -> tuple[np.ndarray, Range]:
+        nbytes = ((columns - 1) * line + rows) * kind.itemsize
+        assert POOL._holds(address, nbytes), f"{nbytes} bytes at {address:#x} are not an array's"
+        strides = kind.itemsize, kind.itemsize * line
+        return np.ndarray((rows, columns), kind, at(address, nbytes), 0, strides), _range(address, nbytes, written)
 
     (left, range_a), (right, range_b), (out, range_d) = matrix(a, adesc), matrix(b, bdesc), matrix(d, ddesc)
-    turned_a, turned_b = description[MatmulDescAttribute.TRANSA], description[MatmulDescAttribute.TRANSB]
+    left = left.T if description[MatmulDescAttribute.TRANSA] else left
+    right = right.T if description[MatmulDescAttribute.TRANSB] else right
     scales = [at(description[scale], 4).view(np.float32) for scale in SCALES if scale in description]
     ranges = [range_a, range_b, (*range_d[:2], True), _range(workspace, 1000, True), *(_range(x.ctypes.data, 4, False) for x in scales)]
-    bias = None
-    if MatmulDescAttribute.EPILOGUE in description:
-        where, kind = description[MatmulDescAttribute.BIAS_POINTER], out.dtype
-        bias = at(where, len(out) * kind.itemsize).view(kind)
-        ranges.append(_range(where, bias.nbytes, False))
-    calls.append(("product of 8 bits" if scales else "product") + (" with a bias" if bias is not None else ""))
+    epilogue, vector, aux = Epilogue(description.get(MatmulDescAttribute.EPILOGUE, 1)), np.empty(0), np.empty(0)
+    assert epilogue == Epilogue.DEFAULT or not keep
+    assert not any(description[name] % alignment for name, alignment in description["searched"].items())
+    if epilogue in ADDS_BIAS or epilogue in SUMS:
+        size = out.shape[1] if epilogue == Epilogue.BGRADB else out.shape[0]
+        address = description[MatmulDescAttribute.BIAS_POINTER]
+        vector, place = lying(address, out.dtype, size, 1, size, epilogue in SUMS)
+        ranges.append(place)
+    if epilogue in WITH_AUX:
+        address, line = description[MatmulDescAttribute.EPILOGUE_AUX_POINTER], description[MatmulDescAttribute.EPILOGUE_AUX_LD]
+        aux, place = lying(address, out.dtype, *out.shape, line, epilogue == Epilogue.GELU_AUX_BIAS)
+        ranges.append(place)
+    calls.append(("product of 8 bits" if scales else "product") + CALLED[epilogue])
 
     def run() -> None:
-        product = (left.T if turned_a else left).astype(np.float32) @ (right.T if turned_b else right).astype(np.float32)
+        if epilogue in SUMS:
+            vector[:, 0] = left.astype(np.float32).sum(1) if epilogue == Epilogue.BGRADA else right.astype(np.float32).sum(0)
+        product = left.astype(np.float32) @ right.astype(np.float32)
         for scale in scales:
             product *= scale[0]
         product += out.astype(np.float32) if keep else 0
-        out[...] = product if bias is None else product + bias.astype(np.float32)[:, None]
+        if epilogue in ADDS_BIAS:
+            product += vector.astype(np.float32)
+        if epilogue == Epilogue.GELU_AUX_BIAS:
+            aux[...] = product
+        if epilogue in (Epilogue.GELU_BIAS, Epilogue.GELU_AUX_BIAS):
+            product = EXACT.gelu(product, True)
+        if epilogue == Epilogue.DGELU:
+            product = EXACT.gelu_backward(np.ascontiguousarray(product), np.ascontiguousarray(aux.astype(np.float32)), True)
+        out[...] = product
 
     _stream(stream)._issue("cublasLt matmul", ranges, run)
 

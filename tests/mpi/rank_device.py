@@ -5,6 +5,8 @@ Whatever is read before it is there is NaN here (see tests/device/lazy_cupy.py),
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,7 @@ from mpshard.plan import plan
 from mpshard.shard.precision import DTYPES, Precision
 from mpshard.shard.schedule import Finish, Reduce
 from tests import golden
-from tests.device import cuda_on_cpu, lazy_cupy
+from tests.device import cuda_on_cpu, lazy_cupy, lazy_nvidia
 from tests.models_small import deal, golden_sharded
 
 RANKS = (2, 3)  # one is for rank_offload
@@ -59,6 +61,18 @@ def test_equal_to_pytorch(comm, device, name, transport):
     assert sharded.transport.name == (transport if comm.size > 1 else "mpi")
     np.testing.assert_allclose([o.loss for o in outputs], reference.losses64[:steps], rtol=1e-5)
     np.testing.assert_allclose([o.grad_norm for o in outputs], reference.grad_norms64[:steps], rtol=1e-4)
+
+
+@pytest.mark.parametrize("recompute", ["pointwise", "block"])
+def test_equal_to_pytorch_by_libraries(comm, recompute):
+    with lazy_cupy.installed(), lazy_nvidia.installed():
+        import_module("mpshard.device.cupy_cublaslt").GELU_TYPES += ("float32",)  # so that mistakes can be told from rounding
+        reference, sharded, outputs = run("gpt2", comm, "cupy", 8, 6 // comm.size, kernels="auto", recompute=recompute)
+        assert "GELU and bias gradients by cuBLASLt 0" in sharded.device.about
+        asked = [lazy_nvidia.calls.count(f"product with {what}") for what in ("GELU's derivative", "a bias gradient")]
+    np.testing.assert_allclose([o.loss for o in outputs], reference.losses64[:8], rtol=1e-5)
+    np.testing.assert_allclose([o.grad_norm for o in outputs], reference.grad_norms64[:8], rtol=1e-4)
+    assert asked[0] == 1 + 2 * 2 * 8 and asked[1] > asked[0]  # layers, micro-batches, steps, and one to try it
 
 
 @pytest.mark.parametrize("options", [
