@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import mpshard as mps
@@ -132,7 +133,8 @@ def rates(sizes: Sizes, out: Path) -> dict[str, Any]:
 def libraries(sizes: Sizes, out: Path) -> dict[str, Any]:
     """NVIDIA's libraries where they are installed: whether they compute what the own kernels do, and how many times as fast.
 
-    Products of 8 bits, in all three ways that a linear layer has them: beside the own path, and beside products of bf16.
+    Products of 8 bits, in all three ways that a linear layer has them: beside the own path, and beside products of bf16. Those with
+    a GELU or a bias gradient: see `epilogues`.
     """
     from mpshard.device import gpu_libraries
     from mpshard.shard.precision import DTYPES
@@ -171,6 +173,61 @@ def libraries(sizes: Sizes, out: Path) -> dict[str, Any]:
     if device.fp8_library is not None and (product := device.fp8_library.product((n, n, n), (False, False), out, False, None)):
         alone = rate(device, sizes.repeats, lambda: device.fp8_library.run(product, x8, w8, None, out))
         found["fp8_product_alone_tflops"] = round(alone * 2 * n**3 / 1e12, 1)
+    return found | (epilogues(device, sizes) if device.epilogues is not None else {})
+
+
+def epilogues(device: Any, sizes: Sizes) -> dict[str, Any]:
+    """Products with GELU, with its derivative, and with a bias gradient: their values beside float64's, in units of rounding of the
+    largest value and in every precision, and how many times as fast they are as a product and a kernel, in bf16."""
+    from mpshard.device.numpy_device import NumpyDevice
+    from mpshard.shard.precision import DTYPES
+
+    exact, fused, random, found = NumpyDevice(), device.epilogues, np.random.default_rng(0), {}
+
+    def make(dtype: Any, *shape: int) -> tuple[Any, np.ndarray]:
+        host = random.standard_normal(shape, np.float32).astype(dtype)
+        return device.from_host(host), host.astype(np.float64)
+
+    n, i, o = 192, 64, 256
+    for name in ("bf16", "fp16", "fp32"):
+        dtype, pairs = DTYPES[name], []
+        (x, x64), (w, w64), (bias, bias64) = (make(dtype, *shape) for shape in ((n, i), (o, i), (o,)))
+        (back, back64), (v, v64), (dy, dy64) = (make(dtype, *shape) for shape in ((n, i), (i, o), (n, o)))
+        if name != "fp32":  # left to kernels
+            (y, h), (alone, _), h64 = fused.gelu(x, w.T, bias, True), fused.gelu(x, w.T, bias, False), x64 @ w64.T + bias64
+            pairs += [("gelu", y, exact.gelu(h64, True)), ("gelu", alone, exact.gelu(h64, True)), ("gelu", h, h64)]
+            h64 = device.to_host(h).astype(np.float64)
+            pairs += [("gelu_backward", fused.gelu_backward(back, v, h), exact.gelu_backward(back64 @ v64, h64, True))]
+        for transposed, product in ((False, dy64.T @ x64), (True, x64.T @ dy64)):
+            weight, sums = device.empty(product.shape, dtype), device.empty(o, dtype)
+            if not fused.linear_gradients(dy, x, weight, sums, transposed):
+                raise AssertionError(f"cuBLASLt has no bias gradients of {name}")
+            pairs += [("gradients", weight, product), ("gradients", sums, dy64.sum(0))]
+        for what, ours, theirs in pairs:
+            difference = np.abs(device.to_host(ours).astype(np.float64) - theirs).max() / np.abs(theirs).max()
+            units = float(difference / ml_dtypes.finfo(dtype).eps)
+            if not units <= (64 if name == "fp32" else 8):
+                raise AssertionError(f"{what} in {name}: {units:.1f} units of rounding of the largest value apart from float64")
+            found[f"{name}_{what}_units"] = max(found.get(f"{name}_{what}_units", 0.0), round(units, 2))
+
+    c, bf16, wide = sizes.large_model, DTYPES["bf16"], np.dtype(np.float32)
+    n, i, o = sizes.large_batch * c.max_seq_len, c.d_model, 4 * c.d_model
+    (x, _), (w, _), (bias, _), (dy, _), (back, _) = (make(bf16, *shape) for shape in ((n, i), (i, o), (o,), (n, o), (n, i)))
+    h = device.matmul(x, w, bias=bias)
+
+    def gradients(weight: Any, sums: Any) -> None:
+        device.matmul(x.T, dy, out=weight)
+        device.column_sum(dy, sums, False)
+
+    short, long = ((device.empty((i, o), dtype), device.empty(o, dtype)) for dtype in (bf16, wide))
+    for what, by_library, by_kernels in (
+            ("gelu", lambda: fused.gelu(x, w, bias, True), lambda: device.gelu(device.matmul(x, w, bias=bias), True)),
+            ("gelu_backward", lambda: fused.gelu_backward(back, w, h), lambda: device.gelu_backward(device.matmul(back, w), h, True)),
+            ("gradients", lambda: fused.linear_gradients(dy, x, *short, True), lambda: gradients(*short)),
+            ("gradients_fp32", lambda: fused.linear_gradients(dy, x, *long, True), lambda: gradients(*long))):
+        times = rate(device, sizes.repeats, by_library) / rate(device, sizes.repeats, by_kernels)
+        done = by_library()
+        found[f"product_with_{what}_times_as_fast"] = "not by cuBLASLt" if done is None or done is False else round(times, 2)
     return found
 
 

@@ -34,6 +34,10 @@ def test_its_parts(check, tmp_path, capsys):
     assert found["left_out"] == "nothing" and "attention by cuDNN" in found["device"] and found["attention_times_as_fast"] > 0
     assert found["fp8_products"] == "by cuBLASLt 0"
     assert max(found[f"fp8_{name}_difference"] for name in ("forward", "inputs", "weights")) < 0.01
+    for name in ("gelu", "gelu_backward", "gradients", "gradients_fp32"):
+        assert found[f"product_with_{name}_times_as_fast"] > 0
+    assert all(found[f"{kind}_{name}_units"] <= 2 for kind in ("bf16", "fp16") for name in ("gelu", "gelu_backward", "gradients"))
+    assert found["fp32_gradients_units"] <= 8 and "fp32_gelu_units" not in found
     assert found["fp8_product_alone_tflops"] >= 0 and results["precisions"]["bf16_fp8"] > 0
     results["rates"] |= {"matmul_bf16_tflops": 790.0}
     results["pytorch"] = {"tokens_per_s": 1.0, "peak_bytes": 1}
