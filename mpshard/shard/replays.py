@@ -88,9 +88,9 @@ class Replays:
 
     def forward(self, module: Module, tape: Tape, x: Tensor | None, batch: MicroBatch, drop_cheap: bool) -> Tensor:
         """The module's forward on a tape. drop_cheap: keep no activations that are cheap to make again."""
-        fits = (self.on and self.whole and module.replayable and tape.recording and not tape.fp8 and batch.positions is None
-                and batch.cache is None and x is not None and x.data.nbytes <= SMALL)
-        key = (module.name, x.data.shape, x.wants_grad, batch.segments is None, drop_cheap) if fits and x is not None else ()
+        fits = (self.on and self.whole and module.replayable and tape.recording and not tape.fp8 and batch.cache is None
+                and x is not None and x.data.nbytes <= SMALL)
+        key = (module.name, x.data.shape, batch.segments is None, batch.positions is None, drop_cheap) if fits and x is not None else ()
         found = self.passes.get(key, "" if fits else "large")
         if isinstance(found, Pass) and x is not None:
             self.replayed += 1
@@ -118,11 +118,9 @@ class Replays:
             tape.backward(y, dy, inputs_only)
             return
         key, recorder, module, x, batch = self.under_way.pop(tape)
-        self.passes[key] = recorder.refused or ("random numbers" if tape.random_ops else "")
-        if self.passes[key]:
+        if recorder.refused:
             tape.backward(y, dy)
-            return
-        self.passes[key] = self._recorded(tape, recorder, module, x, y, batch, dy)
+        self.passes[key] = recorder.refused or self._recorded(tape, recorder, module, x, y, batch, dy)
 
     def _recorded(self, tape: Tape, before: Recorder, module: Module, x: Tensor, y: Tensor, batch: MicroBatch, dy: Array) -> Pass | str:
         """Do backward and record it; then try what has been recorded."""
