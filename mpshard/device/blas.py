@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -46,6 +48,19 @@ def set_blas_threads(n: int) -> int:
 def threads() -> int:
     """How many threads NumPy's BLAS uses, as `set_blas_threads` left it."""
     return blas_info().threads
+
+
+@cache
+def sgemm() -> tuple[int, bool] | None:
+    """Where the cblas_sgemm of NumPy's BLAS is, for C, and whether its integers have 64 bits; None where it is not found."""
+    for library in threadpoolctl.threadpool_info():
+        if library["user_api"] == "blas":
+            loaded = ctypes.CDLL(library["filepath"])
+            for prefix, suffix in itertools.product(("scipy_", ""), ("64_", "")):
+                found = getattr(loaded, f"{prefix}cblas_sgemm{suffix}", None)
+                if found is not None:
+                    return ctypes.cast(found, ctypes.c_void_p).value or 0, bool(suffix)
+    return None
 
 
 def cpu_flags() -> frozenset[str]:

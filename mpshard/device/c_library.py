@@ -62,6 +62,7 @@ SIGNATURES = {
     "to_bf16": "lpp", "from_bf16": "lpp", "dropout": "lpuuuufp",
     "rotary": "llllpppf", "attention_scratch": "ll", "attention_backward_scratch": "ll", "attention": "llllllf" "ppppp",
     "attention_backward": "llllllf" "ppppppp", "product_scratch": "l", "product": "lll" "pll" "pll" "pplap",
+    "blas_product": "lll" "pll" "pll" "ppla" "pi",
 }
 _TYPES = {"l": ctypes.c_long, "f": ctypes.c_float, "i": ctypes.c_int, "a": ctypes.c_int, "u": ctypes.c_uint, "p": ctypes.c_void_p}
 _RESULTS = {"exponentials": ctypes.c_double, "sum_of_squares": ctypes.c_double,

@@ -101,7 +101,8 @@ class CompiledDevice(NumpyDevice):
     # -- products and sums -------------------------------------------------------------------
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, accumulate: bool = False,
                bias: np.ndarray | None = None) -> np.ndarray:
-        others = not self.products or self.bf16_product is not None or blas.threads() > 1
+        sgemm = None if self.products else blas.sgemm()
+        others = (not self.products and sgemm is None) or self.bf16_product is not None or blas.threads() > 1
         if others or a.dtype != FLOAT32 or b.dtype != FLOAT32:
             return super().matmul(a, b, out, accumulate, bias)
         (m, k), n = a.shape, b.shape[1]
@@ -112,6 +113,10 @@ class CompiledDevice(NumpyDevice):
         starts = bias is None or (k > 0 and not accumulate and bias.flags.c_contiguous and bias.dtype == FLOAT32)
         if not one_way or not starts or out.dtype != FLOAT32:
             return super().matmul(a, b, out, accumulate, bias)
+        if sgemm is not None:
+            self.run("blas_product", m, n, k, a, down_a // 4, along_a // 4, b, down_b // 4, along_b // 4, bias, out, down // 4, accumulate,
+                     *sgemm)
+            return out
         if self.panels.size < (size := _scratch("product_scratch", self.products, n)):
             self.panels = self.empty(size, FLOAT32)
         self.run("product", m, n, k, a, down_a // 4, along_a // 4, b, down_b // 4, along_b // 4, bias, out, down // 4, accumulate,

@@ -27,7 +27,7 @@ from mpshard.device.pool import ALIGNMENT
 if TYPE_CHECKING:
     from mpshard.device.compiled import CompiledDevice
 
-WORDS = 14  # arguments of a kernel, at most: compiled.c's
+WORDS = 15  # arguments of a kernel, at most: compiled.c's
 AS_IT_IS, ACCUMULATE, KEPT, SCRATCH, PANELS, GIVEN = -1, 0, 1, 2, 3, 4  # places; those of the user begin at GIVEN
 
 
@@ -136,14 +136,15 @@ class Recorder:
         if again is None or threading.get_ident() != self.thread:
             self.refused = self.refused or f"{name} is not made again"
             return
-        words = [(letter, value, self._where(value) if letter == "p" and value is not None else None)
-                 for letter, value in zip(SIGNATURES[name], args, strict=True)]
-        # Pointers alone are kept: a reference would keep the array alive.
+        # Of arrays where they are, not themselves: a reference would keep them alive.
         self.written.append((ctypes.cast(again, ctypes.c_void_p).value or 0,
-                             [(letter, None if letter == "p" else value, where) for letter, value, where in words]))
+                             [(letter, None, self._where(value)) if letter == "p" and value is not None else (letter, value, None)
+                              for letter, value in zip(SIGNATURES[name], args, strict=True)]))
 
-    def _where(self, array: np.ndarray) -> tuple[_Array | None, int, int]:
+    def _where(self, array: np.ndarray | int) -> tuple[_Array | None, int, int]:
         """The array of the pass's own that a pointer points into, else None and a place; and the distance from its start."""
+        if isinstance(array, int):  # a function's
+            return None, AS_IT_IS, array
         address = at(array) or 0
         for own in reversed(self.arrays):
             if own.died < 0 and own.start <= address < own.start + own.nbytes:

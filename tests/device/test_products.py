@@ -12,7 +12,7 @@ from mpshard.device import blas, c_library, compiled
 
 missing = c_library.load() if isinstance(c_library.load(), str) else None
 pytestmark = pytest.mark.skipif(missing is not None, reason=f"no compiled kernels: {missing}")
-KINDS = ("plain", "avx2", "avx512", "bf16")
+KINDS = ("plain", "avx2", "avx512", "bf16", "blas")
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +21,10 @@ def one_thread(monkeypatch):
 
 
 def product_device(kind):
+    if kind == "blas":
+        if blas.sgemm() is None:
+            pytest.skip("this BLAS has no cblas_sgemm")
+        return compiled.CompiledDevice(poison=True, chosen="plain")
     if kind not in c_library.all_instructions() and not (kind == "bf16" and c_library.multiplies_bf16()):
         pytest.skip(f"this processor has no {kind}")
     device = compiled.CompiledDevice(poison=True)
@@ -40,14 +44,15 @@ def rounded(x, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(m=st.integers(0, 40), n=st.integers(0, 80), k=st.integers(0, 40), turned=st.tuples(st.booleans(), st.booleans()),
-       spare=st.integers(0, 3), accumulate=st.booleans(), seed=st.integers(0, 99))
-def test_any_shape(kind, m, n, k, turned, spare, accumulate, seed):
+       spare=st.integers(0, 3), more=st.sampled_from(["", "accumulate", "bias"]), seed=st.integers(0, 99))
+def test_any_shape(kind, m, n, k, turned, spare, more, seed):
     random, device = np.random.default_rng(seed), product_device(kind)
     a, b = matrix(random, m, k, turned[0], spare), matrix(random, k, n, turned[1], spare)
     whole = random.standard_normal((m, n + spare)).astype(np.float32)
     out, before = whole[:, :n], whole.copy()
-    device.matmul(a, b, out, accumulate)
-    expected = rounded(a, kind) @ rounded(b, kind) + (before[:, :n] if accumulate else 0)
+    bias = random.standard_normal(n).astype(np.float32)
+    device.matmul(a, b, out, more == "accumulate", bias if more == "bias" else None)
+    expected = rounded(a, kind) @ rounded(b, kind) + {"": 0, "accumulate": before[:, :n], "bias": bias}[more]
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(whole[:, n:], before[:, n:])  # nothing else is written
     np.testing.assert_array_equal(device.matmul(a, b), device.matmul(a, b, device.empty((m, n), np.float32)))
@@ -71,8 +76,9 @@ def test_what_is_not_finite_shows(kind):
         assert np.isfinite(np.delete(found, 2, axis=0)).all() and not np.isfinite(found[2]).any()
 
 
-def test_what_stays_with_blas(monkeypatch):
-    device = product_device(c_library.all_instructions()[-1].replace("zen4", "avx512"))
+@pytest.mark.parametrize("kind", ["plain", "blas"])
+def test_what_stays_with_numpy(monkeypatch, kind):
+    device = product_device(kind)
     called = []
     monkeypatch.setattr(device, "run", lambda name, *args, **options: called.append(name))
     one, wide = np.ones((4, 4), np.float32), np.ones((4, 4))

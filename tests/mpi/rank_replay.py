@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from mpshard.autograd import ops
-from mpshard.device import c_library, open_device
+from mpshard.device import blas, c_library, open_device
 from mpshard.device.blas import set_blas_threads
+from mpshard.device.compiled import CompiledDevice
 from mpshard.device.replay import Recorder
 from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
 from mpshard.optim import AdamW
@@ -23,7 +24,8 @@ MODELS = {  # heads of 16, which the compiled attention takes
     "llama": lambda **more: llama(LlamaConfig(vocab_size=VOCAB, max_seq_len=T, n_layers=LAYERS, d_model=64, n_heads=4, n_kv_heads=2,
                                               d_ff=48, **more)),
 }
-pytestmark = pytest.mark.skipif("zen4" not in c_library.all_instructions(), reason="products are not compiled kernels here")
+OURS, BLAS = "zen4" in c_library.all_instructions(), blas.sgemm() is not None  # whose products
+pytestmark = pytest.mark.skipif(not c_library.all_instructions() or not (OURS or BLAS), reason="products are not C's here")
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +33,9 @@ def one_core():
     set_blas_threads(1)
 
 
-def train(comm, model, micro=2, on=True, steps=STEPS, batch=gappy_batch, **options):
+def train(comm, model, micro=2, on=True, steps=STEPS, batch=gappy_batch, device=None, **options):
     """Losses, norms and bytes; full weights; what there is of each pass; how many were replayed."""
-    sharded = shard(model, comm, seed=3, device=open_device("numpy", poison=True), **options)
+    sharded = shard(model, comm, seed=3, device=device or open_device("numpy", poison=True), **options)
     sharded.engine.replays.on = on
     optim = AdamW(sharded, lr=1e-2, clip_grad_norm=1.0)
     outputs = []
@@ -68,6 +70,16 @@ def test_no_bit_is_another(comm, name, micro, options):
         return
     assert len(replayed[2]) == LAYERS and all(isinstance(found, Pass) for found in replayed[2].values())
     assert replayed[3] == LAYERS * (STEPS * micro_batches - 2)
+
+
+@pytest.mark.skipif(not BLAS, reason="this BLAS has no cblas_sgemm")
+@pytest.mark.parametrize("kernels", ["plain", "avx2"])
+def test_products_of_blas_are_replayed(comm, kernels):
+    if kernels not in c_library.all_instructions():
+        pytest.skip(f"this processor has no {kernels}")
+    replayed = train(comm, MODELS["gpt2"](), device=CompiledDevice(poison=True, chosen=kernels))
+    check_same(replayed, train(comm, MODELS["gpt2"](), on=False, device=CompiledDevice(poison=True, chosen=kernels)))
+    assert replayed[3] == LAYERS * (STEPS * 2 - 2)
 
 
 def test_shapes_take_turns(comm):

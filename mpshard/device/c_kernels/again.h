@@ -18,6 +18,7 @@ CALL(rms_norm_backward, L(0), L(1), P(2), P(3), P(4), P(5), L(6), P(7), P(8), L(
 CALL(rotary, L(0), L(1), L(2), L(3), P(4), P(5), P(6), F(7))
 CALL(attention, L(0), L(1), L(2), L(3), L(4), L(5), F(6), P(7), P(8), P(9), P(10), P(11))
 CALL(attention_backward, L(0), L(1), L(2), L(3), L(4), L(5), F(6), P(7), P(8), P(9), P(10), P(11), P(12), P(13))
+CALL(blas_product, L(0), L(1), L(2), P(3), L(4), L(5), P(6), L(7), L(8), P(9), P(10), L(11), L(12), P(13), L(14))
 #endif
 CALL(product, L(0), L(1), L(2), P(3), L(4), L(5), P(6), L(7), L(8), P(9), P(10), L(11), L(12), P(13))
 #undef CALL

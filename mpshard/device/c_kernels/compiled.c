@@ -24,8 +24,9 @@ INLINE int bits_of(float x) { int bits; memcpy(&bits, &x, 4); return bits; }
 INLINE float float_of(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 
 // An argument of a call that is made again: as it is, or so many bytes from one of several places that differ from time to time.
+#define WORDS 15
 union word { long integer; float real; void *pointer; };
-struct call { void (*function)(const union word *); union word words[14]; signed char places[14]; };
+struct call { void (*function)(const union word *); union word words[WORDS]; signed char places[WORDS]; };
 
 #define NAME(name) name##_plain
 #define LANES 4
@@ -73,8 +74,8 @@ struct call { void (*function)(const union word *); union word words[14]; signed
 // at place 0 is not a pointer: it is `accumulate`.
 EXPORT void replay(long n, const struct call *calls, char *const *places, long accumulate) {
     for (const struct call *call = calls; call < calls + n; call++) {
-        union word words[14];
-        for (int i = 0; i < 14; i++) {
+        union word words[WORDS];
+        for (int i = 0; i < WORDS; i++) {
             int place = call->places[i];
             words[i] = call->words[i];
             if (place > 0) words[i].pointer = places[place] + call->words[i].integer;

@@ -163,6 +163,29 @@ EXPORT void NAME(product)(long m, long n, long k, const float *a, long a_row, lo
                          add, scratch);
     for (long i = 0; k == 0 && !add && i < m; i++) memset(c + i * c_row, 0, n * sizeof(float));
 }
+
+#ifndef BF16
+// The same by a BLAS: `sgemm` is its cblas_sgemm, with integers of 64 bits if wide. 101, 111, 112: by rows, as it lies, turned.
+EXPORT void NAME(blas_product)(long m, long n, long k, const float *a, long a_row, long a_k, const float *b, long b_k, long b_n,
+                               const float *bias, float *c, long c_row, int add, void *sgemm, int wide) {
+    int turned_a = a_k != 1, turned_b = b_n != 1;
+    long lda = turned_a ? a_k : a_row, ldb = turned_b ? b_n : b_k, least_a = turned_a ? m : k, least_b = turned_b ? k : n;
+    if (lda < least_a) lda = least_a;  // of a single line, whose step says nothing
+    if (ldb < least_b) ldb = least_b;
+    for (long i = 0; bias && i < m; i++) memcpy(c + i * c_row, bias, n * sizeof *c);
+    float beta = add || bias ? 1.0f : 0.0f;
+    if (k == 0) {
+        for (long i = 0; beta == 0 && i < m; i++) memset(c + i * c_row, 0, n * sizeof *c);
+        return;
+    }
+    if (wide)
+        ((void (*)(int, int, int, long, long, long, float, const float *, long, const float *, long, float, float *, long))sgemm)(
+            101, 111 + turned_a, 111 + turned_b, m, n, k, 1.0f, a, lda, b, ldb, beta, c, c_row < n ? n : c_row);
+    else
+        ((void (*)(int, int, int, int, int, int, float, const float *, int, const float *, int, float, float *, int))sgemm)(
+            101, 111 + turned_a, 111 + turned_b, m, n, k, 1.0f, a, lda, b, ldb, beta, c, c_row < n ? n : c_row);
+}
+#endif
 #undef WIDTH
 #undef DEPTH
 #undef TALL
