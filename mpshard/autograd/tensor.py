@@ -127,6 +127,18 @@ class Parameter:
         return f"Parameter({self.name}, {self.shape})"
 
 
+def bind_all(parameters: Sequence[Parameter], arrays: Sequence[Array | None]) -> None:
+    """`Parameter.bind` for each: a step does it some thousand times."""
+    for parameter, array in zip(parameters, arrays, strict=True):
+        parameter._data = array
+
+
+def bind_all_grads(parameters: Sequence[Parameter], grads: Sequence[Array | None]) -> None:
+    """`Parameter.bind_grad` for each."""
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad, parameter.grad_started = grad, False
+
+
 class Adapter(NamedTuple):
     """What a linear map's weight W (o, i) is changed by: W + scale * b @ a, with a (r, i), b (o, r).
 

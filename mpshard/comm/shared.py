@@ -88,7 +88,7 @@ class Counter:
     def reached(self, number: int) -> Callable[[], bool]:
         """A condition: every rank's number is at least this."""
         def condition() -> bool:
-            if int(self.numbers.min()) < number:
+            if min(self.numbers.tolist()) < number:  # of a few numbers faster than NumPy's
                 return False
             self.window.Sync()
             return True

@@ -58,7 +58,7 @@ def multiplies_bf16() -> bool:
 SIGNATURES = {
     "gelu": "lpp", "gelu_backward": "lppp", "swiglu": "llpp", "swiglu_backward": "llppp",
     "layer_norm": "llpppfppp", "layer_norm_backward": "llppppp" "apppip", "rms_norm": "llppfpp", "rms_norm_backward": "llpppp" "appip",
-    "add": "lpp", "column_sum": "llpapp", "sum_of_squares": "lp", "exponentials": "llppp", "adamw": "lpppp" "fffffff",
+    "add": "lpp", "sum_of_two": "lppp", "column_sum": "llpapp", "sum_of_squares": "lp", "exponentials": "llppp", "adamw": "lpppp" "fffffff",
     "to_bf16": "lpp", "from_bf16": "lpp", "dropout": "lpuuuufp",
     "rotary": "llllpppf", "attention_scratch": "ll", "attention_backward_scratch": "ll", "attention": "llllllf" "ppppp",
     "attention_backward": "llllllf" "ppppppp", "product_scratch": "l", "product": "lll" "pll" "pll" "pplap",

@@ -143,6 +143,11 @@ class CompiledDevice(NumpyDevice):
 
         _store(self.spread(n, d, part), out, accumulate)
 
+    def ordered_sum(self, parts: Sequence[np.ndarray], out: np.ndarray, accumulate: bool) -> None:
+        if len(parts) != 2 or accumulate or any(a.dtype != FLOAT32 or not a.flags.c_contiguous for a in (*parts, out)):
+            return super().ordered_sum(parts, out, accumulate)
+        self.by_element("sum_of_two", *parts, out)
+
     def sum_of_squares(self, x: np.ndarray) -> float:
         if x.dtype != FLOAT32:
             return super().sum_of_squares(x)

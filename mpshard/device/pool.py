@@ -28,7 +28,7 @@ from mpshard.device.base import Kind
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 PAGE = 2 << 20  # bytes: a huge page, the unit in which arenas grow and are trimmed
 ARENA = 64 << 20  # bytes: address space asked for at a time; only touched pages become resident
-SMALL = 256 << 10  # bytes: up to here a block that comes back waits for the next of its size
+SMALL = 1 << 20  # bytes: up to here a block that comes back waits for the next of its size
 _ARENA_STRIDE = 1 << 46  # block number = arena index * stride + offset: arenas never look adjacent
 
 

@@ -65,8 +65,8 @@ class Recording:
     def run(self, kept: np.ndarray, scratch: np.ndarray, given: Sequence[np.ndarray | None], accumulate: bool = False) -> None:
         """Make the calls. given: the arrays that the recorder was given, where they are now. accumulate: add to gradients."""
         assert self.device.panels.nbytes >= self.panels
-        places = [None, at(kept), at(scratch), at(self.device.panels), *map(at, given)]
-        _replay()(len(self.calls), self.calls, (ctypes.c_void_p * len(places))(*places), accumulate)
+        places = _places(GIVEN + len(given))(None, at(kept), at(scratch), at(self.device.panels), *map(at, given))
+        _replay()(len(self.calls), self.calls, places, accumulate)
 
 
 @dataclass
@@ -175,6 +175,11 @@ class Recorder:
                 elif letter != "p":
                     call.words[number].integer = int(value)
         return calls
+
+
+@cache
+def _places(count: int) -> Any:
+    return ctypes.c_void_p * count
 
 
 @cache

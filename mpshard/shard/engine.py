@@ -65,14 +65,15 @@ class Counters:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A program, the micro-batches that each of its gathers serves, the buffer of each gather and gradient, and where each
-    unit's gradient is finished for the last time."""
+    """A program, the micro-batches that each of its gathers serves, the buffer of each gather and gradient, where each
+    unit's gradient is finished for the last time, and whether backward leaves nothing for later."""
 
     program: Program
     serves: Mapping[int, tuple[int, ...]]
     full: Slots
     gradients: Slots
     last_finish: Mapping[str, int]
+    whole: bool
 
 
 class Buffers:
@@ -161,7 +162,8 @@ class Engine:
         sizes = {name: unit.layout.padded_size for name, unit in self.units.items()}
         return Prepared(program, schedule.served(program, self.stages.values()), schedule.full_slots(program, sizes),
                         schedule.gradient_slots(program, self.stages.values(), sizes),
-                        {i.unit: index for index, i in enumerate(program) if isinstance(i, Finish)})
+                        {i.unit: index for index, i in enumerate(program) if isinstance(i, Finish)},
+                        not any(isinstance(i, Weights) for i in program))
 
     def run(self, prepared: Prepared, batches: Sequence[MicroBatch],
             keys: Sequence[tuple[Any, ...]] = ()) -> tuple[list[Tensor], Counters]:
@@ -178,14 +180,14 @@ class Engine:
         self.stream: dict[int, Tensor] = {}  # what flows between stages: activations forward, then gradients backward
         self.outputs: list[Tensor] = []
         self.away.begin()
-        self.replays.begin(prepared.program)
+        self.replays.begin(prepared.whole)
         in_place = self.transport.in_place
         self.full_of = self.full.fit(prepared.full.sizes) if self.encoded or not in_place else []
         self.words_of = self.words.fit(self._words(prepared.full.sizes)) if self.encoded and not in_place else []
         self.gradient_of = self.full_gradients.fit(prepared.gradients.sizes)
         gathered, reduced = self._bytes()
         for self.index, instruction in enumerate(prepared.program):
-            start = time.perf_counter()
+            start = 0.0 if self.observer is None else time.perf_counter()
             self.begun, self.doing = self.begun + 1, instruction
             self.handlers[type(instruction)](instruction)
             if self.observer is not None:

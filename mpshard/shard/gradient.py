@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 
+from mpshard.autograd.tensor import bind_all_grads
 from mpshard.comm.collectives import Pending, Progress
 from mpshard.comm.mesh import Mesh
 from mpshard.comm.rows import RowMessages
@@ -46,6 +47,7 @@ class UnitGradient:
         places = {p.name: p for p in layout.placements}
         self.views = [(p, places[p.name].offset, p.size) for p in group.parameters]
         self.views += [(p, places[p.parts[0].name].offset, p.size) for p in group.fused]
+        self._viewed = [parameter for parameter, _, _ in self.views]
         self.observer: Observer | None = None
         self.rows: RowMessages | None = None  # where of a table only rows travel
         self.begin()
@@ -89,8 +91,7 @@ class UnitGradient:
         self._full[self.layout.size:] = 0
         if self.name not in slot.cuts:
             slot.cuts[self.name] = [self._full[offset:offset + size].reshape(parameter.shape) for parameter, offset, size in self.views]
-        for (parameter, _, _), view in zip(self.views, slot.cuts[self.name], strict=True):
-            parameter.bind_grad(view)
+        bind_all_grads(self._viewed, slot.cuts[self.name])
         return waited
 
     def written(self) -> None:
@@ -105,8 +106,7 @@ class UnitGradient:
             if not parameter.grad_started and not parameter.parts:
                 full[offset:offset + size] = 0
                 self._slot.written()
-        for parameter, _, _ in self.views:
-            parameter.bind_grad(None)
+        bind_all_grads(self._viewed, [None] * len(self._viewed))
         if self.deterministic:
             self._summed = self.device.empty(self.of_group.size, self.dtype, Kind.GRADIENT)
         out, accumulate = (self._summed, False) if self.deterministic else (self.of_group, self.is_started)

@@ -18,7 +18,7 @@ import numpy as np
 from mpshard.autograd.tensor import Parameter, Tape, Tensor
 from mpshard.device.base import Array, Device
 from mpshard.nn.module import MicroBatch, Module
-from mpshard.shard.schedule import Program, Stage, Weights
+from mpshard.shard.schedule import Stage
 
 if TYPE_CHECKING:
     from mpshard.device.replay import Recorder, Recording
@@ -33,13 +33,14 @@ X, Y, SEGMENTS = 0, 1, 2  # numbers of what every pass is given; the weights' un
 class Pass:
     """Forward and backward that have been recorded.
 
-    places: of a micro-batch the arrays that both are given. gradients: the buffers that backward adds to.
+    places: of a micro-batch the arrays that both are given. gradients: the buffers that backward adds to. scratch: so many bytes.
     dx: whether backward leaves the input's gradient in the output's ("dy"), in an array of its own ("new"), or makes none ("").
     """
 
     device: Device
     places: Callable[[Tensor, Tensor | None, MicroBatch], list[Array | None]]
     gradients: Callable[[], list[Array]]
+    scratch: Callable[[int], Array]
     forwards: Recording
     backwards: Recording
     shape: tuple[int, ...]
@@ -50,7 +51,7 @@ class Pass:
     def forward(self, tape: Tape, x: Tensor, batch: MicroBatch) -> Tensor:
         y = Tensor(self.device.empty(self.shape, self.dtype))
         kept = _bytes(self.device, self.forwards.kept_bytes)
-        self.forwards.run(kept, _bytes(self.device, self.forwards.scratch_bytes), self.places(x, y, batch))
+        self.forwards.run(kept, self.scratch(self.forwards.scratch_bytes), self.places(x, y, batch))
         tape.entries.append((self.backward, y, (x, y, batch, kept)))
         tape.after_op()
         return y
@@ -60,7 +61,7 @@ class Pass:
         if any(parameter.grad_started is not started for parameter in self.learning):
             raise RuntimeError("some of a block's gradients have been started and others have not")
         dx = {"new": lambda: self.device.empty(x.data.shape, x.data.dtype), "dy": lambda: dy, "": lambda: None}[self.dx]()
-        self.backwards.run(kept, _bytes(self.device, self.backwards.scratch_bytes),
+        self.backwards.run(kept, self.scratch(self.backwards.scratch_bytes),
                            [*self.places(x, y, batch), dy, dx if self.dx == "new" else None, *self.gradients()], started)
         for parameter in self.learning:
             parameter.grad_started = True
@@ -80,11 +81,12 @@ class Replays:
         self.passes: dict[tuple[Any, ...], Pass | str] = {}
         self.under_way: dict[Tape, tuple[tuple[Any, ...], Recorder, Module, Tensor, MicroBatch]] = {}
         self.on, self.whole, self.replayed = True, True, 0
+        self.scratch: Array | None = None
 
-    def begin(self, program: Program) -> None:
-        """A program is about to run. One that leaves some of backward for later is none for passes that are whole."""
+    def begin(self, whole: bool) -> None:
+        """A program is about to run. whole: its backward leaves nothing for later, which passes do not either."""
         self.under_way.clear()
-        self.whole = not any(isinstance(instruction, Weights) for instruction in program)
+        self.whole = whole
 
     def forward(self, module: Module, tape: Tape, x: Tensor | None, batch: MicroBatch, drop_cheap: bool) -> Tensor:
         """The module's forward on a tape. drop_cheap: keep no activations that are cheap to make again."""
@@ -166,7 +168,13 @@ class Replays:
             for array, result in zip((dy, *buffers), results, strict=True):
                 array[...] = result
             return "backward does more than its kernels"
-        return Pass(self.device, places, gradients, forwards, backwards, y.data.shape, y.data.dtype, dx, learning)
+        return Pass(self.device, places, gradients, self._scratch, forwards, backwards, y.data.shape, y.data.dtype, dx, learning)
+
+    def _scratch(self, nbytes: int) -> Array:
+        """At least so many bytes, the same ones for all passes: none needs them when it is over."""
+        if self.scratch is None or self.scratch.nbytes < nbytes:
+            self.scratch = _bytes(self.device, nbytes)
+        return self.scratch
 
     def _places(self, module: Module, x: Tensor, y: Tensor | None, batch: MicroBatch) -> list[Array | None]:
         return [x.data, None if y is None else y.data, batch.segments, *(self.units[name].full for name in self.stages[module.name].reads)]

@@ -17,7 +17,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from mpshard.autograd.tensor import Parameter
+from mpshard.autograd.tensor import Parameter, bind_all
 from mpshard.comm.collectives import Pending, Progress
 from mpshard.comm.mesh import Mesh
 from mpshard.comm.rows import RowMessages
@@ -76,6 +76,7 @@ class Unit:
         places = {p.name: p for p in self.layout.placements}
         self.views = [(p, places[p.name].offset, p.size) for p in group.parameters]
         self.views += [(p, places[p.parts[0].name].offset, p.size) for p in group.fused]
+        self._viewed = [parameter for parameter, _, _ in self.views]
         for fused in group.fused:
             _check_adjacent(self.name, fused, self.layout)
         self._gather: Pending | None = None
@@ -177,8 +178,7 @@ class Unit:
             self._full = slot.array[: self.layout.padded_size]
             self.wire.decode(self.device, words, self._full, self.layout.world)
             self.transport.release(received)
-        for (parameter, _, _), view in zip(self.views, self._weights(), strict=True):
-            parameter.bind(view)
+        bind_all(self._viewed, self._weights())
         self._gather, self.state = None, State.FULL
         if self.observer is not None:
             self.observer.gathered(self.name, gather.started, gather.finished)
@@ -202,8 +202,7 @@ class Unit:
             self._keep()
         if self.audit is not None:
             self.audit(self, self._full)
-        for parameter, _, _ in self.views:
-            parameter.bind(None)
+        bind_all(self._viewed, [None] * len(self._viewed))
         slot, _ = self._slots
         if self.device.poison and slot is not None and slot.private:
             self._full.fill(np.nan)

@@ -58,6 +58,11 @@ EXPORT void NAME(add)(long n, float *out, const float *x) {
     for (long i = 0; i < n; i++) out[i] += x[i];
 }
 
+EXPORT void NAME(sum_of_two)(long n, const float *a, const float *b, float *out) {
+    #pragma omp simd
+    for (long i = 0; i < n; i++) out[i] = a[i] + b[i];
+}
+
 // out (d) = or += the sum over rows of dy (n, d). Of every 64 rows first, so that the error does not grow with n. part (d): scratch.
 EXPORT void NAME(column_sum)(long n, long d, const float *dy, int add, float *out, float *part) {
     if (!n && !add) memset(out, 0, d * sizeof *out);
