@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpshard import config as configuration
-from mpshard.bench import gemm
+from mpshard.bench import gemm, overhead
 from mpshard.bench.work import matrix_parameters, products, step_flops
 from mpshard.comm import collectives
 from mpshard.config import Config
@@ -34,8 +34,10 @@ def load(path: str | None, settings: Sequence[str], world: int) -> Config:
     return loaded
 
 
-def measure(config: Config, comm: MPI.Comm, steps: int, warmup: int, with_gemm: bool = True) -> dict[str, Any]:
-    """Run `warmup` + `steps` steps and, if wanted, the same matrix products alone. Collective; the result is the same on all.
+def measure(config: Config, comm: MPI.Comm, steps: int, warmup: int, with_gemm: bool = True,
+            with_overhead: bool = False) -> dict[str, Any]:
+    """Run `warmup` + `steps` steps and, if wanted, the same matrix products alone, and the same instructions on almost nothing.
+    Collective; the result is the same on all.
 
     Times are the slowest rank's, medians over the steps; bytes and faults are the largest rank's.
     """
@@ -72,6 +74,9 @@ def measure(config: Config, comm: MPI.Comm, steps: int, warmup: int, with_gemm: 
              "transport": sharded.transport.name, "progress": sharded.progress.name, "device": sharded.device.name,
              "blas_threads": blas_info().threads}
     sharded.close()
+    if with_overhead:
+        nothing = overhead.measure(config, comm, 4 * steps)
+        found |= {"overhead_cpu_s": nothing, "overhead_share": nothing / found["cpu_s"]}
     return found | about
 
 

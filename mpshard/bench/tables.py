@@ -19,6 +19,10 @@ def step_table(found: dict[str, Any]) -> Table:
             ("rate of a rank", f"{found['gflops']:,.1f} GFLOP/s")]
     if "gemm_share" in found:
         rows.append(("  of its matrix products alone", f"{found['gemm_gflops']:,.1f} GFLOP/s; share {found['gemm_share']:.1%}"))
+    if "overhead_share" in found:
+        nothing, whole = (f"{found[name] * 1e3:,.2f}" for name in ("overhead_cpu_s", "cpu_s"))
+        share = f"{found['overhead_share']:.1%}"
+        rows.append(("the same instructions on almost nothing", f"{nothing} of {whole} ms of CPU time; share {share}"))
     rows += [("communication hidden", f"{found['hidden_fraction']:.1%}"),
              ("bytes gathered, reduced a rank", f"{found['bytes_gathered']:,}, {found['bytes_reduced']:,}"),
              ("peak resident memory, largest rank", mib(found["peak_rss_bytes"])),

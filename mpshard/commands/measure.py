@@ -33,6 +33,9 @@ def register(add: Add) -> None:
     sub.add_argument("--warmup", type=_positive, default=2, help="steps before them (default 2)")
     sub.add_argument("--no-gemm", action="store_true", help="do not time the matrix products alone for comparison")
 
+    sub.add_argument("--overhead", action="store_true",
+                     help="also the CPU time of the same instructions on a model of almost no size: what Python costs, at most")
+
     sub = kind("gemm", bench_gemm, "Matrix products alone, in the three orientations of a linear layer.",
                "mpirun -n 2 mpshard bench gemm --shape 2048,512,2048")
     _add_settings(sub)
@@ -60,7 +63,7 @@ def bench_step(arguments: argparse.Namespace, world: MPI.Comm) -> None:
     from mpshard.comm.agree import agree
 
     config = agree(world, lambda: step.load(*_split(arguments.settings), world.size))
-    found = step.measure(config, world, arguments.steps, arguments.warmup, with_gemm=not arguments.no_gemm)
+    found = step.measure(config, world, arguments.steps, arguments.warmup, not arguments.no_gemm, arguments.overhead)
     show(found, tables.step_table, arguments.json, world)
 
 

@@ -43,10 +43,17 @@ def test_step_of_a_file(tmp_path):
     assert found["tokens"] == 8 * 8 and "gemm_share" not in found
 
 
+def test_overhead():
+    found = bench(2, "step", *TINY, "train.global_batch_size=8", "--steps", "1", "--no-gemm", "--overhead")
+    assert 0 < found["overhead_cpu_s"] and found["overhead_share"] == found["overhead_cpu_s"] / found["cpu_s"]
+
+
 def test_a_bad_setting_is_one_line():
     done = launch(2, ["-m", "mpshard", "bench", "step", "model.n_layer=2"])
     assert done.returncode == 2
     assert "did you mean model.n_layers" in done.stderr and "Traceback" not in done.stderr and not done.stdout
+    done = launch(2, ["-m", "mpshard", "bench", "step", "model.init_from=nowhere", "--overhead", "--no-gemm"])
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout, done.report()
 
 
 def test_gemm():

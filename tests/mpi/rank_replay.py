@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from mpshard.autograd import ops
+from mpshard.bench import overhead
+from mpshard.bench.step import load
 from mpshard.device import blas, c_library, open_device
 from mpshard.device.blas import set_blas_threads
 from mpshard.device.compiled import CompiledDevice
@@ -15,6 +17,7 @@ from mpshard.optim import AdamW
 from mpshard.shard import shard
 from mpshard.shard.precision import Precision
 from mpshard.shard.replays import Pass
+from mpshard.train import build_model
 from tests.models_small import deal, gappy_batch
 
 RANKS = (1, 2)
@@ -199,6 +202,17 @@ def test_evaluation_and_sampling_between_steps(comm):
         return seen
 
     assert run(True) == run(False)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama", "qwen3", "mistral"])
+def test_overhead_is_measured_on_the_same_program(comm, arch):
+    """`mpshard bench step --overhead`: next to nothing in the same instructions."""
+    settings = [f"model.arch={arch}", "model.n_layers=3", "train.micro_batch_size=2", f"train.global_batch_size={4 * comm.size}"]
+    config = load(None, settings, comm.size)
+    made = [build_model(one, comm)[0] for one in (config, overhead.shrunk(config))]
+    programs = [sharded._program(2).program for sharded in made]
+    assert programs[0] == programs[1] and len(programs[0]) > 20
+    assert made[1].model.size < made[0].model.size / 100
 
 
 def test_large_blocks_are_not(comm, monkeypatch):
