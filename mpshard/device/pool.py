@@ -4,7 +4,7 @@ Large temporaries allocated afresh cost a page fault for every 4 KiB they touch,
 arithmetic done on them. The pool keeps memory once touched and hands it out again. Peak resident memory
 is as important as speed, so blocks are cut to size (best fit), not rounded to size classes, and free
 neighbours are joined at once. Small blocks are many and come again in the same sizes, so those are kept
-apart as they are, by size, and joined only when memory is short.
+apart as they are, by size, until there is nothing of a size that is asked for and they have become many.
 
 Note on lifetimes. `BufferPool.empty` returns an ordinary ndarray whose `base` is a `_Lease`; every view
 of the array keeps the lease alive, and the block goes back when the last of them dies. `_Lease.__del__`
@@ -29,6 +29,7 @@ ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 PAGE = 2 << 20  # bytes: a huge page, the unit in which arenas grow and are trimmed
 ARENA = 64 << 20  # bytes: address space asked for at a time; only touched pages become resident
 SMALL = 1 << 20  # bytes: up to here a block that comes back waits for the next of its size
+MANY = 4 << 20  # bytes of such blocks
 _ARENA_STRIDE = 1 << 46  # block number = arena index * stride + offset: arenas never look adjacent
 
 
@@ -68,6 +69,7 @@ class BufferPool:
         self._size_at: dict[int, int] = {}  # start of a free block -> its size
         self._start_before: dict[int, int] = {}  # end of a free block -> its start
         self._waiting: dict[int, list[int]] = {}  # size of small free blocks, in neither of the above -> their starts
+        self._waiting_bytes = 0
         self._returned: deque[tuple[int, int, int, Kind]] = deque()
         self._current = dict.fromkeys(Kind, 0)
         self._peak = dict.fromkeys(Kind, 0)
@@ -83,8 +85,11 @@ class BufferPool:
         with self._lock:
             if self._returned:
                 self._drain()
-            waiting = self._waiting.get(size)
-            start = waiting.pop() if waiting else self._take(size)
+            if waiting := self._waiting.get(size):
+                start = waiting.pop()
+                self._waiting_bytes -= size
+            else:
+                start = self._take(size)
             self._count(kind, nbytes)
             index, offset = divmod(start, _ARENA_STRIDE)
             lease = _Lease(nbytes, np.uint8, self._arenas[index], offset)
@@ -154,6 +159,7 @@ class BufferPool:
             self._total -= nbytes
             if size <= SMALL:
                 self._waiting.setdefault(size, []).append(start)
+                self._waiting_bytes += size
             else:
                 self._give(size, start)
 
@@ -163,11 +169,12 @@ class BufferPool:
             for start in starts:
                 self._give(size, start)
         self._waiting.clear()
+        self._waiting_bytes = 0
 
     def _take(self, size: int) -> int:
         """The start of `size` bytes cut from the smallest free block that has them."""
         position = bisect_left(self._free, (size, 0))
-        if position == len(self._free):
+        if self._waiting_bytes > MANY or (position == len(self._free) and self._waiting_bytes):
             self._join()
             position = bisect_left(self._free, (size, 0))
         if position == len(self._free):

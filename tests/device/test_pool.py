@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpshard.device.base import Kind
-from mpshard.device.pool import ALIGNMENT, ARENA, PAGE, BufferPool
+from mpshard.device.pool import ALIGNMENT, ARENA, MANY, PAGE, SMALL, BufferPool
 
 
 def address(array: np.ndarray) -> int:
@@ -104,6 +104,25 @@ def test_live_arrays_never_overlap(steps, random):
     assert pool.current() == 0
     pool.trim()  # joins the small ones
     assert [size for size, _ in pool._free] == [len(a) for a in pool._arenas.values()]
+
+
+def test_small_blocks_of_ever_new_sizes_do_not_pile_up():
+    """Those that wait for others of their size are joined before they take more than a few MiB."""
+    pool = BufferPool()
+    ends = [address(array) + array.nbytes for nbytes in range(64, SMALL, 640) for array in [pool.empty(nbytes, np.uint8)]]
+    assert max(ends) - min(ends) <= 2 * MANY + SMALL and pool.reserved == ARENA
+    check_free_list(pool)
+
+
+def test_a_small_block_goes_to_the_next_of_its_size():
+    """Though a smaller one would leave less of it."""
+    pool = BufferPool()
+    kept, freed = [pool.empty(4096, np.uint8) for _ in range(2)], pool.empty(SMALL, np.uint8)
+    where = address(freed)
+    del freed
+    other = pool.empty(100, np.uint8)
+    assert address(pool.empty(SMALL, np.uint8)) == where
+    del kept, other
 
 
 def test_freed_neighbours_join():
