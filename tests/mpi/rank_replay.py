@@ -62,7 +62,7 @@ def check_same(a, b):
 @pytest.mark.parametrize(("micro", "options"), [
     (4, {}), (1, {}), (2, {"strategy": "grad_op"}), (2, {"strategy": "optim"}), (1, {"accumulate": "unsharded"}), (2, {"prefetch": 0}),
     (2, {"recompute": "none"}), (2, {"unit": 2}), (2, {"reshard_after_forward": False}), (2, {"transport": "mpi", "prefetch": 2}),
-    (2, {"deterministic": True}), (4, {"precision": Precision(reduce="bf16")}),
+    (2, {"deterministic": True}), (2, {"progress": "thread", "prefetch": 2}), (4, {"precision": Precision(reduce="bf16")}),
 ], ids=str)
 def test_no_bit_is_another(comm, name, micro, options):
     replayed = train(comm, MODELS[name](), micro, **options)
