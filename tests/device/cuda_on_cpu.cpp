@@ -28,7 +28,7 @@ struct Fiber {
     unsigned thread = 0, parity = 0;
     Wait wait = IDLE;
 };
-static const size_t STACK = 256 << 10;
+static const size_t STACK = 256 << 10, WARPS = 32;
 static std::vector<std::unique_ptr<Fiber>> fibers;
 static Fiber* current;
 static jmp_buf scheduler;
@@ -58,9 +58,11 @@ static void resume(Fiber* fiber) {
     if (_setjmp(scheduler)) return;
     if (!fiber->begun) {
         fiber->begun = true;
-        fiber->stack.reset(new char[STACK]);
+        // Tops of stacks that are pages apart would share their lines of a cache.
+        static size_t shift = 0;
+        fiber->stack.reset(new char[STACK + 4096]);
         getcontext(&fiber->start);
-        fiber->start.uc_stack.ss_sp = fiber->stack.get(), fiber->start.uc_stack.ss_size = STACK;
+        fiber->start.uc_stack.ss_sp = fiber->stack.get() + (shift = (shift + 320) % 4096), fiber->start.uc_stack.ss_size = STACK;
         makecontext(&fiber->start, work, 0);
         setcontext(&fiber->start);
     }
@@ -70,34 +72,36 @@ static void resume(Fiber* fiber) {
 static void run_block(size_t shared) {
     next_thread = 0;
     memset(dynamic_memory, 0xff, shared);
-    while (next_thread < blockDim.x) {  // each coroutine takes threads until one of them waits
-        Fiber* idle = nullptr;
-        for (auto& fiber : fibers) if (fiber->wait == IDLE) { idle = fiber.get(); break; }
-        if (!idle) { fibers.emplace_back(new Fiber); idle = fibers.back().get(); }
-        resume(idle);
+    // Each coroutine takes threads until one of them waits: so those that wait are the first `used`, in the order of their threads.
+    size_t used = 0, begins[WARPS + 1], warps = (blockDim.x + 31) / 32;
+    while (next_thread < blockDim.x) {
+        if (used == fibers.size()) fibers.emplace_back(new Fiber);
+        resume(fibers[used].get());
+        if (fibers[used]->wait != IDLE) used++;
+    }
+    for (size_t warp = 0, at = 0; warp <= warps; warp++) {
+        while (at < used && fibers[at]->thread < 32 * warp) at++;
+        begins[warp] = at;
     }
     for (;;) {
-        std::vector<std::vector<Fiber*>> warps((blockDim.x + 31) / 32);
-        for (auto& fiber : fibers) if (fiber->wait != IDLE) warps[fiber->thread / 32].push_back(fiber.get());
         bool alive = false, moved = false;
-        for (auto& warp : warps) {
-            if (warp.empty()) continue;
-            alive = true;
-            bool ready = true;
-            for (Fiber* fiber : warp) ready = ready && fiber->wait == FOR_WARP;
-            if (!ready) continue;
+        for (size_t warp = 0; warp < warps; warp++) {
+            bool here = false, ready = true;
+            for (size_t i = begins[warp]; i < begins[warp + 1]; i++)
+                if (fibers[i]->wait != IDLE) here = true, ready = ready && fibers[i]->wait == FOR_WARP;
+            alive = alive || here;
+            if (!here || !ready) continue;
             moved = true;
-            for (Fiber* fiber : warp) resume(fiber);
+            for (size_t i = begins[warp]; i < begins[warp + 1]; i++) if (fibers[i]->wait != IDLE) resume(fibers[i].get());
         }
         if (!alive) return;
         if (moved) continue;
-        for (auto& warp : warps)
-            for (Fiber* fiber : warp)
-                if (fiber->wait != FOR_BLOCK) {
-                    fprintf(stderr, "thread %u waits at a barrier that others do not come to\n", fiber->thread);
-                    abort();
-                }
-        for (auto& warp : warps) for (Fiber* fiber : warp) resume(fiber);
+        for (size_t i = 0; i < used; i++)
+            if (fibers[i]->wait == FOR_WARP) {
+                fprintf(stderr, "thread %u waits at a barrier that others do not come to\n", fibers[i]->thread);
+                abort();
+            }
+        for (size_t i = 0; i < used; i++) if (fibers[i]->wait != IDLE) resume(fibers[i].get());
     }
 }
 static void check_behind(size_t shared) {

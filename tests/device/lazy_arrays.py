@@ -70,8 +70,8 @@ class Stream:
             work = self._queue.popleft()
             work.run()
             for other in CLOCK.streams:
-                for older in other._queue:
-                    if other is self or older.number > work.number:  # queues are in the order of issue
+                for older in list(other._queue) if other is not self else ():  # the collector may free an array now: one memset more
+                    if older.number > work.number:  # queues are in the order of issue
                         break
                     if overlap(older.ranges, work.ranges):
                         raise RuntimeError(f"{work.name} ran before {older.name}, issued earlier on another stream, and both "

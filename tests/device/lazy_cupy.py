@@ -55,8 +55,8 @@ class RawModule:
 
 
 _SCALARS = {"long long": (int, ctypes.c_longlong), "double": (float, ctypes.c_double), "bool": (bool, ctypes.c_bool)}
-_POINTED = {"int": "int32", "unsigned": "uint32", "unsigned char": "uint8", "long long": "int64",
-            **{c: name for name, c in cupy_source.C_TYPES.items()}}
+_POINTED = {c: np.dtype(name) for c, name in (("int", "int32"), ("unsigned", "uint32"), ("unsigned char", "uint8"),
+                                             ("long long", "int64"), *((c, name) for name, c in cupy_source.C_TYPES.items()))}
 
 
 class RawKernel:
@@ -94,7 +94,7 @@ class RawKernel:
             return ctypes.c_void_p(None), []
         base = kind.removeprefix("const ").removesuffix("*")
         wanted = _POINTED[self._types.get(base, base)]
-        if not isinstance(arg, ndarray) or arg.dtype.name != wanted:
+        if not isinstance(arg, ndarray) or arg.dtype != wanted:
             raise TypeError(f"{where}: {type(arg).__name__} {getattr(arg, 'dtype', '')} is not a CuPy array of {wanted}")
         if arg._span != arg.nbytes:
             raise TypeError(f"{where}: a kernel sees no strides, but the array is not contiguous")
