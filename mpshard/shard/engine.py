@@ -109,6 +109,7 @@ class Engine:
         self.carriers = carriers or [transport]  # whatever moves bytes: `transport`, and those among other ranks
         self.observer: Observer | None = None
         self.counters = Counters()
+        self.spans: list[tuple[str, Any, Any]] = []  # on a device: what its time between two marks was spent on
         unit = next(iter(units.values()))
         dtype, self.wire, self.encoded = unit.computes_in, unit.wire, not unit.travels_as_it_is
         # Gathered units: what computes and, if weights travel in another format, what has arrived. Neither is needed
@@ -174,7 +175,7 @@ class Engine:
         """
         self.batches, self.keys, self.prepared = batches, keys, prepared
         self.counters = Counters()
-        self.spans: list[tuple[str, Any, Any]] = []  # on a device: what its time between two marks was spent on
+        self.spans = []
         self.tapes: dict[tuple[str, int], tuple[Tape, Tensor | None, Tensor | None]] = {}  # (stage, micro-batch): tape, input, output
         self.unfinished: dict[tuple[str, int], Tape] = {}  # backward of inputs done, of weights not
         self.stream: dict[int, Tensor] = {}  # what flows between stages: activations forward, then gradients backward
