@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.launch import TOKEN, end_all, launch
+from tests.launch import DEVICE, TOKEN, end_all, launch
 
 if TOKEN not in os.environ:  # in ranks nobody uses it, and it takes a while to import
     from hypothesis import settings
@@ -42,11 +42,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if option.collectonly or option.setupplan or option.setuponly or os.cpu_count() == 1:
         return
     alone = [item for item in session.items if getattr(item, "originalname", "") == "test_ranks" and item.callspec.params["n"] == 1
-             and not item.get_closest_marker("skip")]
+             and item.callspec.params["device"] == "numpy" and not item.get_closest_marker("skip")]
     if alone and session.items[0] is not alone[0]:
         for item in alone:
             file, timeout, module = item.callspec.params["file"], item.callspec.params["timeout"], item.module
-            module.started[file] = _beside.submit(launch, 1, module.pytest_args(str(file)), 2 * timeout)
+            module.started[file] = _beside.submit(launch, 1, module.pytest_args(str(file)), 2 * timeout, {DEVICE: "numpy"})
 
 
 def pytest_sessionfinish() -> None:

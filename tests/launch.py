@@ -29,6 +29,7 @@ TIMED_OUT = 124  # the exit status that coreutils' `timeout` gives
 
 TOKEN = "MPSHARD_TEST_LAUNCH"
 CACHE = "MPSHARD_TEST_CACHE"  # a folder that outlives a launch
+DEVICE = "MPSHARD_TEST_DEVICE"  # where tests inside ranks train, see `tests/where.py`: "cupy", the stand-in for it; else NumPy
 # What launchers tell their ranks. A job started from inside a job must not see it: it would join the outer one.
 _LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "HYDI_", "MPI_", "SLURM_", TOKEN)
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")

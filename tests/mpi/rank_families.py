@@ -14,9 +14,10 @@ import pytest
 
 from mpshard.checkpoint import load_model
 from mpshard.config import ConfigError
-from mpshard.device import open_device
+from tests.where import here
 
 RANKS = (1, 3)
+ON_STAND_IN = (2,)
 FAMILIES = Path(__file__).parent.parent / "golden" / "families"
 NAMES = sorted(path.name for path in FAMILIES.iterdir())
 
@@ -27,7 +28,7 @@ def close(actual, expected, what, rtol=1e-5):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_to_transformers(comm, name):
-    sharded = load_model(FAMILIES / name, comm, device=open_device("numpy", poison=True))
+    sharded = load_model(FAMILIES / name, comm, **here())
     with np.load(FAMILIES / name / "expected.npz") as expected:
         inputs, targets = expected["inputs"], expected["targets"]
         close(sharded.logits(inputs), expected["logits"], "logits")
@@ -55,7 +56,7 @@ def test_every_rank_reads_its_own_ranges_only(comm, monkeypatch):
         return read_at_all(self, offset, buffer)
 
     monkeypatch.setattr(SharedFile, "read_at_all", spy)
-    sharded = load_model(FAMILIES / "qwen3", comm)
+    sharded = load_model(FAMILIES / "qwen3", comm, **here())
     assert sum(read) == 2 * sum(segment.size for unit in sharded.units.values() for segment in unit.segments)  # bf16
 
 
@@ -76,8 +77,8 @@ def test_what_does_not_fit_is_refused_on_every_rank(comm, shared_tmp_path, chang
         (folder / "config.json").write_text(json.dumps(content))
     comm.Barrier()
     if words is None:
-        return load_model(folder, comm).close()
+        return load_model(folder, comm, **here()).close()
     with pytest.raises(ConfigError) as caught:
-        load_model(folder, comm)
+        load_model(folder, comm, **here())
     assert words in str(caught.value) and "\n" not in str(caught.value)
     assert len(set(comm.allgather(str(caught.value)))) == 1

@@ -6,17 +6,20 @@ import numpy as np
 import pytest
 
 from mpshard.config import ConfigError
-from mpshard.device import Kind, open_device
+from mpshard.device import Kind
 from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
 from mpshard.nn import set_trainable
 from mpshard.optim import AdamW
 from mpshard.shard import shard
 from mpshard.shard.schedule import Backward
 from tests.models_small import deal
+from tests.where import STAND_IN, here
 
 RANKS = (1, 3)
+ON_STAND_IN = (2,)
 TIMEOUT = 240
 SEQUENCES, T, VOCAB = 6, 9, 61
+MICRO = 3 if STAND_IN else 1  # sequences of a micro-batch
 MODELS = {
     "gpt2": lambda: gpt2(GPT2Config(vocab_size=VOCAB, max_seq_len=T, n_layers=3, d_model=18, n_heads=2, dropout=0.1)),
     "llama": lambda: llama(LlamaConfig(vocab_size=VOCAB, max_seq_len=T, n_layers=3, d_model=16, n_heads=4, n_kv_heads=2, d_ff=24,
@@ -42,7 +45,7 @@ def made(comm, name, patterns, **options):
     model = MODELS[name]()
     if patterns:
         set_trainable(model, patterns)
-    sharded = shard(model, comm, seed=5, device=open_device("numpy", poison=True), **options)
+    sharded = shard(model, comm, seed=5, **here(), **options)
     sharded.load(lambda name, start, stop: spread(name, start, stop))
     return sharded
 
@@ -53,8 +56,8 @@ def spread(name, start, stop):
     return values * 0.3 + ("norm" in name or "ln_" in name)
 
 
-def gradients(sharded, comm, micro=1):
-    sharded.step(deal(*batch(0), micro, comm.rank, comm.size))
+def gradients(sharded, comm):
+    sharded.step(deal(*batch(0), MICRO, comm.rank, comm.size))
     return sharded.full_gradients()
 
 
@@ -71,7 +74,7 @@ def test_any_mix_has_the_gradients_of_the_whole_and_keeps_the_frozen(comm, name,
         np.testing.assert_allclose(found[key], expected[key], rtol=2e-4, atol=2e-5 * np.abs(expected[key]).max(), err_msg=key)
     before, optim = sharded.full_weights(), AdamW(sharded, lr=1e-2)
     for step in range(2):
-        optim.step(sharded.step(deal(*batch(step), 1, comm.rank, comm.size)))
+        optim.step(sharded.step(deal(*batch(step), MICRO, comm.rank, comm.size)))
     for key, value in sharded.full_weights().items():
         assert np.array_equal(value, before[key]) == (key not in learning), key
 

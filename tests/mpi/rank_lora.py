@@ -16,7 +16,7 @@ from mpshard.checkpoint.manifest import State
 from mpshard.checkpoint.merge import export, merge
 from mpshard.checkpoint.safetensors_file import parse
 from mpshard.config import ConfigError, LoraConfig
-from mpshard.device import Kind, open_device
+from mpshard.device import Kind
 from mpshard.models import GPT2Config, LlamaConfig, gpt2, llama
 from mpshard.nn import add_adapters
 from mpshard.nn.lora import is_adapter
@@ -24,8 +24,10 @@ from mpshard.optim import AdamW
 from mpshard.shard import shard
 from mpshard.shard.precision import Precision
 from tests.models_small import deal
+from tests.where import here
 
 RANKS = (1, 3)
+ON_STAND_IN = (2,)
 TIMEOUT = 240
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = sorted(path.name for path in (GOLDEN / "lora").iterdir())
@@ -33,7 +35,7 @@ SEQUENCES, T, VOCAB = 6, 9, 61
 
 
 def golden(comm, name, **options):
-    return load_model(GOLDEN / "lora" / name, comm, base=GOLDEN / "families" / name, device=open_device("numpy", poison=True), **options)
+    return load_model(GOLDEN / "lora" / name, comm, base=GOLDEN / "families" / name, **here(), **options)
 
 
 def made(comm, name="llama", seed=5, dropout=0.0, **options):
@@ -41,7 +43,7 @@ def made(comm, name="llama", seed=5, dropout=0.0, **options):
              llama(LlamaConfig(vocab_size=VOCAB, max_seq_len=T, n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, d_ff=24)))
     names = {"gpt2": ("c_attn", "mlp.c_proj"), "llama": ("q_proj", "v_proj", "*.layers.1.mlp.*")}[name]
     add_adapters(model, LoraConfig(rank=3, alpha=5.0, targets=names, dropout=dropout))
-    return shard(model, comm, seed=seed, device=open_device("numpy", poison=True), **options)
+    return shard(model, comm, seed=seed, **here(), **options)
 
 
 def run(sharded, optim, steps):
@@ -76,7 +78,7 @@ def test_equal_to_peft(comm, name, options):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_training_starts_at_the_model_and_changes_the_adapters_alone(comm, name):
     sharded = made(comm, name)
-    plain = shard((gpt2 if name == "gpt2" else llama)(sharded.model.config), comm, seed=5)
+    plain = shard((gpt2 if name == "gpt2" else llama)(sharded.model.config), comm, seed=5, **here())
     ids = np.arange(2 * T).reshape(2, T)
     np.testing.assert_allclose(sharded.logits(ids), plain.logits(ids), rtol=1e-5, atol=1e-6)
     before, optim = sharded.full_weights(), AdamW(sharded, lr=1e-2)
@@ -124,7 +126,7 @@ def test_a_merged_model_computes_the_same_without_adapters(comm, shared_tmp_path
     merge(sharded)
     export(comm, sharded, shared_tmp_path / "merged")
     assert sorted(path.name for path in shared_tmp_path.iterdir()) == ["merged"]
-    merged = load_model(shared_tmp_path / "merged", comm)
+    merged = load_model(shared_tmp_path / "merged", comm, **here())
     assert not any(is_adapter(p.name) for p in merged.model.parameters)
     with np.load(GOLDEN / "lora" / name / "expected.npz") as expected:
         logits = expected["logits"]
@@ -145,7 +147,7 @@ def test_adapter_dropout_drops_the_same_forward_and_backward(comm):
         for unit in sharded.units.values():
             if unit.learns:
                 for s in unit.segments:
-                    unit.shard[s.slice] = values[s.name][s.start:s.stop] * (1 + step)
+                    unit.master.write(s.slice, values[s.name][s.start:s.stop] * (1 + step))
         sharded.publish()
         sharded.steps = 0
         return sharded.step(batch)
@@ -178,5 +180,5 @@ def test_adapters_that_do_not_fit_are_refused(comm, shared_tmp_path, change, wor
         (shared_tmp_path / "adapter_config.json").write_text(json.dumps(content))
     comm.Barrier()
     with pytest.raises(ConfigError) as caught:
-        load_model(shared_tmp_path, comm, base=GOLDEN / "families" / "gpt2")
+        load_model(shared_tmp_path, comm, base=GOLDEN / "families" / "gpt2", **here())
     assert words in str(caught.value) and "\n" not in str(caught.value)

@@ -22,10 +22,14 @@ from mpshard.recover.alike import check_alike, check_folder, check_start
 from mpshard.recover.status import Ended
 from mpshard.shard import shard
 from mpshard.shard.precision import Precision
+from tests.where import STAND_IN, here
 
 RANKS = (1, 4)
+ON_STAND_IN = (2,)
 SETTINGS = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.dropout=0.1", "data.seq_len=8", "train.global_batch_size=4",
             "train.micro_batch_size=1", "train.steps=12", "checkpoint.every=4"]
+if STAND_IN:  # which takes its time
+    SETTINGS += ["run.device=cupy", "run.cuda_aware=yes", "train.micro_batch_size=2", "train.eval_batches=2"]
 
 
 @pytest.fixture
@@ -154,13 +158,16 @@ def test_asked_to_leave_and_gone_on_is_as_if_nothing_had_been(comm, config, monk
 
 
 # -- integrity -------------------------------------------------------------------------------
-def flip(array: np.ndarray, bit: int = 3) -> None:
-    array.view(np.uint8)[bit // 8 + 4] ^= 1 << bit % 8
+def flip(sharded, array) -> None:
+    """A bit of an array that is on the device."""
+    host = np.array(sharded.device.to_host(array))
+    host.view(np.uint8)[4] ^= 1 << 3
+    array[...] = sharded.device.from_host(host)
 
 
 def trained(comm, strategy="full", transport="mpi", **more):
     model = gpt2(GPT2Config(vocab_size=23, max_seq_len=8, n_layers=2, d_model=16, n_heads=2))
-    sharded = shard(model, comm, strategy=strategy, transport=transport, seed=1, **more)
+    sharded = shard(model, comm, strategy=strategy, transport=transport, seed=1, **here(), **more)
     return sharded, AdamW(sharded)
 
 
@@ -192,10 +199,10 @@ def test_a_bit_flipped_in_a_slice_is_found_before_the_next_update(comm, options)
                          (optim.state_tensors(unit, unit.segments[0])["exp_avg"], f"exp_avg of {unit.segments[0].name}")):
         comm.barrier()
         if comm.rank == comm.size - 1:
-            flip(array)
+            flip(sharded, array)
             with pytest.raises(integrity.Damaged, match=f"{words} on rank {comm.rank} "):
                 checks.verify()
-            flip(array)
+            flip(sharded, array)
         checks.verify()
     sharded.close()
 
@@ -210,11 +217,11 @@ def test_a_bit_flipped_in_a_gathered_unit_is_found_when_it_is_freed(comm, option
     def flipped_while_in_use(*keep) -> None:
         if comm.rank == 0:
             part = unit.full[(comm.size - 1) * unit.layout.shard_size:]
-            flip(part)
+            flip(sharded, part)
             with pytest.raises(integrity.Damaged, match=f"{unit.name} as rank 0 .* holds it gathered") as found:
                 free(*keep)
             problems.append(str(found.value))
-            flip(part)
+            flip(sharded, part)
         free(*keep)
 
     unit.free = flipped_while_in_use
@@ -230,7 +237,7 @@ def test_a_replica_that_differs_is_named_on_every_rank(comm):
         pytest.skip("one rank has nobody to differ from")
     sharded, optim = trained(comm, strategy="none", transport="auto")
     if comm.rank == comm.size - 1:
-        flip(list(sharded.units.values())[0].shard)
+        flip(sharded, list(sharded.units.values())[0].shard)
     with pytest.raises(Ended) as ended:
         integrity.compare(sharded, optim, 0)
     rank = comm.size - 1 if comm.size > 2 else 1

@@ -11,18 +11,19 @@ from mpshard.checkpoint import load_model
 from mpshard.config import ConfigError
 from mpshard.data.packing import PackedBatches
 from mpshard.data.records import Document
-from mpshard.device import open_device
 from mpshard.nn import Cache
 from mpshard.sample import Sampling, context, draw, generate
+from tests.where import here
 
 RANKS = (1, 3)
+ON_STAND_IN = (3,)
 
 FAMILIES = Path(__file__).parent.parent / "golden" / "families"
 GREEDY = Sampling(temperature=0)
 
 
 def model(comm, name):
-    return load_model(FAMILIES / name, comm, device=open_device("numpy", poison=True))
+    return load_model(FAMILIES / name, comm, **here())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "llama3"])

@@ -3,8 +3,9 @@
 Every rank runs pytest over the file, so a test is ordinary code with a `comm` fixture, called on all ranks
 together. `-m mpi4py` turns the failure of one rank into an abort of all; without it the others wait for ever.
 
-A file may say at its top, as literals: `RANKS = (1, 2, 4)` (not at all four), `TIMEOUT = 120` (seconds a
-launch; default 90) and `MARKS = ("slow",)` (marks of its launches; marks inside the file have no effect).
+A file may say at its top, as literals: `RANKS = (1, 2, 4)` (not at all four), `ON_STAND_IN = (2,)` (at how many its models
+also train on the stand-in for CuPy; default none), `TIMEOUT = 120` (seconds a launch; default 90) and `MARKS = ("slow",)`
+(marks of its launches; marks inside the file have no effect).
 
 A launch of one rank leaves cores idle, as do the tests of a single process that come before these; so `tests/conftest.py` starts
 those of one rank beside them, one after another.
@@ -19,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from tests.launch import Result, launch
+from tests.device import cuda_on_cpu
+from tests.launch import DEVICE, Result, launch
 
 HERE = Path(__file__).parent
 ALL_RANKS = (1, 2, 3, 4)
@@ -30,7 +32,7 @@ def settings(file: Path) -> dict[str, Any]:
     """Values of the file's upper-case literals; read, not imported: a rank file may import MPI."""
     values = {}
     for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("RANKS", "TIMEOUT", "MARKS"):
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("RANKS", "ON_STAND_IN", "TIMEOUT", "MARKS"):
             values[node.targets[0].id] = ast.literal_eval(node.value)
     return values
 
@@ -41,13 +43,20 @@ def launches() -> list[Any]:
         chosen = settings(file)
         marks = [pytest.mark.mpi, *(getattr(pytest.mark, mark) for mark in chosen.get("MARKS", ()))]
         for n in chosen.get("RANKS", ALL_RANKS):
-            params.append(pytest.param(file, n, chosen.get("TIMEOUT", 90), marks=marks, id=f"{file.stem}-{n}"))
+            params.append(pytest.param(file, n, "numpy", chosen.get("TIMEOUT", 90), marks=marks, id=f"{file.stem}-{n}"))
+        missing = cuda_on_cpu.missing()
+        marks.append(pytest.mark.skipif(missing is not None, reason=str(missing)))
+        for n in chosen.get("ON_STAND_IN", ()):
+            params.append(pytest.param(file, n, "cupy", chosen.get("TIMEOUT", 90), marks=marks, id=f"{file.stem}-{n}-stand-in"))
     return params
 
 
-@pytest.mark.parametrize(("file", "n", "timeout"), launches())
-def test_ranks(file: Path, n: int, timeout: float) -> None:
-    result = started.pop(file).result() if n == 1 and file in started else launch(n, pytest_args(str(file)), timeout)
+@pytest.mark.parametrize(("file", "n", "device", "timeout"), launches())
+def test_ranks(file: Path, n: int, device: str, timeout: float) -> None:
+    if (n, device) == (1, "numpy") and file in started:
+        result = started.pop(file).result()
+    else:
+        result = launch(n, pytest_args(str(file)), timeout, {DEVICE: device})
     if result.returncode:
         pytest.fail(result.report(), pytrace=False)
 
