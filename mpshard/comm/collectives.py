@@ -34,6 +34,8 @@ COUNT_LIMIT = 2**31 - 1  # elements a rank in one call
 Awaited = MPI.Request | Callable[[], bool]
 Operation = Generator[Awaited, None, None]
 
+_under_way: set[Pending] = set()  # keeps those of a step that was given up, too: MPI goes on writing into their buffers
+
 
 class Pending:
     """A communication under way. It owns its request and its buffers: nothing can be reused or collected too early.
@@ -48,6 +50,7 @@ class Pending:
         self.error: BaseException | None = None
         self.progress: Progress  # set where it is started
         self._awaited: Awaited | None = None
+        _under_way.add(self)
 
     def advance(self, block: bool = False) -> bool:
         """Run the operation as far as it goes; with `block` to its end. True once it has ended."""
@@ -58,6 +61,7 @@ class Pending:
                 self._awaited = next(self.operation)
             except StopIteration:
                 self._awaited, self.finished = None, time.perf_counter()
+                _under_way.discard(self)
         return True
 
     def wait(self) -> Array:
