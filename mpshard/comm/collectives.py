@@ -151,7 +151,8 @@ class Poll:
                 del line[0]
 
     def wait(self, pending: Pending) -> None:
-        wait_until(lambda: bool(pending.finished), meanwhile=self.poll)
+        if not pending.finished:
+            wait_until(lambda: bool(pending.finished), meanwhile=self.poll)
 
     def close(self) -> None:
         pass

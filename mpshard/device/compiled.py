@@ -78,7 +78,9 @@ class CompiledDevice(NumpyDevice):
         _check_contiguous(arrays)
         n = arrays[0].size
         if blas.threads() == 1:
-            self.run(name, n, *arrays, *more)
+            if self.written_by is not None:
+                self.written_by.called(name, self.instructions, (n, *arrays, *more))
+            kernel(name, self.instructions)(n, *map(at, arrays), *more)
             return
         flats = [flat(array) for array in arrays]
         self.spread(n, 1, lambda lo, hi: self.run(name, hi - lo, *(array[lo:hi] for array in flats), *more))
@@ -144,7 +146,7 @@ class CompiledDevice(NumpyDevice):
         _store(self.spread(n, d, part), out, accumulate)
 
     def ordered_sum(self, parts: Sequence[np.ndarray], out: np.ndarray, accumulate: bool) -> None:
-        if len(parts) != 2 or accumulate or any(a.dtype != FLOAT32 or not a.flags.c_contiguous for a in (*parts, out)):
+        if len(parts) != 2 or accumulate or not FLOAT32 == parts[0].dtype == parts[1].dtype == out.dtype:
             return super().ordered_sum(parts, out, accumulate)
         self.by_element("sum_of_two", *parts, out)
 
@@ -152,6 +154,8 @@ class CompiledDevice(NumpyDevice):
         if x.dtype != FLOAT32:
             return super().sum_of_squares(x)
         x1 = flat(x)
+        if blas.threads() == 1:
+            return self.run("sum_of_squares", x1.size, x1)
         return sum(self.spread(x1.size, 1, lambda lo, hi: self.run("sum_of_squares", hi - lo, x1[lo:hi])))
 
     # -- activations -------------------------------------------------------------------------

@@ -203,10 +203,10 @@ class Engine:
         return sum(carrier.bytes_gathered for carrier in self.carriers), sum(carrier.bytes_reduced for carrier in self.carriers)
 
     def _gather(self, instruction: Gather) -> None:
-        number = self.prepared.full.taken[self.index]
-        self.units[instruction.unit].start_gather(self.full_of[number] if self.full_of else None,
-                                                  self.words_of[number] if self.words_of else None, instruction.kept,
-                                                  {mb: self.batches[mb].ids for mb in self.prepared.serves[self.index]})
+        number, unit = self.prepared.full.taken[self.index], self.units[instruction.unit]
+        ids = None if unit.rows is None else {mb: self.batches[mb].ids for mb in self.prepared.serves[self.index]}
+        unit.start_gather(self.full_of[number] if self.full_of else None, self.words_of[number] if self.words_of else None,
+                          instruction.kept, ids)
 
     def _words(self, sizes: Sequence[int]) -> list[int]:
         """How many words of the travelling format slots of `sizes` elements need: the slices' words, end to end."""

@@ -48,6 +48,7 @@ class UnitGradient:
         self.views = [(p, places[p.name].offset, p.size) for p in group.parameters]
         self.views += [(p, places[p.parts[0].name].offset, p.size) for p in group.fused]
         self._viewed = [parameter for parameter, _, _ in self.views]
+        self._no_views: list[Array | None] = [None] * len(self.views)
         self.observer: Observer | None = None
         self.rows: RowMessages | None = None  # where of a table only rows travel
         self.begin()
@@ -106,7 +107,7 @@ class UnitGradient:
             if not parameter.grad_started and not parameter.parts:
                 full[offset:offset + size] = 0
                 self._slot.written()
-        bind_all_grads(self._viewed, [None] * len(self._viewed))
+        bind_all_grads(self._viewed, self._no_views)
         if self.deterministic:
             self._summed = self.device.empty(self.of_group.size, self.dtype, Kind.GRADIENT)
         out, accumulate = (self._summed, False) if self.deterministic else (self.of_group, self.is_started)

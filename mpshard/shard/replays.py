@@ -57,12 +57,12 @@ class Pass:
         return y
 
     def backward(self, tape: Tape, dy: Array, x: Tensor, y: Tensor, batch: MicroBatch, kept: Array) -> None:
-        started = self.learning[0].grad_started if self.learning else False
-        if any(parameter.grad_started is not started for parameter in self.learning):
+        started = {parameter.grad_started for parameter in self.learning}
+        if len(started) > 1:
             raise RuntimeError("some of a block's gradients have been started and others have not")
         dx = {"new": lambda: self.device.empty(x.data.shape, x.data.dtype), "dy": lambda: dy, "": lambda: None}[self.dx]()
         self.backwards.run(kept, self.scratch(self.backwards.scratch_bytes),
-                           [*self.places(x, y, batch), dy, dx if self.dx == "new" else None, *self.gradients()], started)
+                           [*self.places(x, y, batch), dy, dx if self.dx == "new" else None, *self.gradients()], True in started)
         for parameter in self.learning:
             parameter.grad_started = True
         x.grad = dx

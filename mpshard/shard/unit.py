@@ -77,6 +77,7 @@ class Unit:
         self.views = [(p, places[p.name].offset, p.size) for p in group.parameters]
         self.views += [(p, places[p.parts[0].name].offset, p.size) for p in group.fused]
         self._viewed = [parameter for parameter, _, _ in self.views]
+        self._no_views: list[Array | None] = [None] * len(self.views)
         for fused in group.fused:
             _check_adjacent(self.name, fused, self.layout)
         self._gather: Pending | None = None
@@ -202,7 +203,7 @@ class Unit:
             self._keep()
         if self.audit is not None:
             self.audit(self, self._full)
-        bind_all(self._viewed, [None] * len(self._viewed))
+        bind_all(self._viewed, self._no_views)
         slot, _ = self._slots
         if self.device.poison and slot is not None and slot.private:
             self._full.fill(np.nan)
