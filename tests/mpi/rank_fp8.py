@@ -93,7 +93,7 @@ def test_equal_on_the_stand_in(comm, name, param, libraries):
     with lazy_cupy.installed(), lazy_nvidia.installed():
         found, _, about = train(comm, name, 4, **options)
         asked = [call for call in lazy_nvidia.calls if "8 bits" in call]
-    np.testing.assert_allclose(found, expected, rtol=5e-3 if param == "bf16" else 1e-4)
+    np.testing.assert_allclose(found, expected, rtol=5e-3 if param == "bf16" else 1e-3)  # as one rank and two: sums in another order
     assert ("fp8 products by cuBLASLt 0" in about) == libraries != ("fp8 products by rounding alone" in about)
     # Two blocks of four layers, three products each, 4 steps of 2 micro-batches; and two to try them.
     assert len(asked) == (2 * 4 * 3 * 4 * 2 + 2 if libraries else 0)
