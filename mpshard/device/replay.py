@@ -91,13 +91,12 @@ class Recorder:
         self.regions += [(a.start, a.nbytes, a.place, a.offset) for a in (earlier.arrays if earlier else ()) if a.place != SCRATCH]
         self.lasting = [(at(array) or 0, array.nbytes) for array in lasting]
         self.targets = {GIVEN + number for number, a in enumerate(given) if any(a is one for one in gradients)}
-        self.ends = False
         self.device.written_by, self.allocate = self, self.device.empty
         self.device.empty = self.empty
 
     def end(self) -> None:
         """Write down nothing more. What is alive of the pass's arrays may still be dropped until `stop`."""
-        self.device.empty, self.device.written_by, self.ends = self.allocate, None, True
+        self.device.empty, self.device.written_by = self.allocate, None
 
     def stop(self, outputs: Sequence[tuple[Any, int]] = ()) -> Recording:
         """outputs: arrays of the pass that live on by themselves, and the number among the given ones that each is to have."""

@@ -9,7 +9,8 @@ of the gradients is the same will the next ones be made from it. So a replay cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 SMALL = 512 << 10  # bytes of a block's input: beyond, kernels take so long that Python between them does not matter
 
-X, Y, SEGMENTS = 0, 1, 2  # numbers of what every pass is given; the weights' units follow
+Y = 1  # number of the output among what every pass is given: see `Replays._places`
 
 
 @dataclass
@@ -60,12 +61,12 @@ class Pass:
         started = {parameter.grad_started for parameter in self.learning}
         if len(started) > 1:
             raise RuntimeError("some of a block's gradients have been started and others have not")
-        dx = {"new": lambda: self.device.empty(x.data.shape, x.data.dtype), "dy": lambda: dy, "": lambda: None}[self.dx]()
-        self.backwards.run(kept, self.scratch(self.backwards.scratch_bytes),
-                           [*self.places(x, y, batch), dy, dx if self.dx == "new" else None, *self.gradients()], True in started)
+        new = self.device.empty(x.data.shape, x.data.dtype) if self.dx == "new" else None
+        self.backwards.run(kept, self.scratch(self.backwards.scratch_bytes), [*self.places(x, y, batch), dy, new, *self.gradients()],
+                           True in started)
         for parameter in self.learning:
             parameter.grad_started = True
-        x.grad = dx
+        x.grad = dy if self.dx == "dy" else new
 
 
 class Replays:
@@ -90,26 +91,22 @@ class Replays:
 
     def forward(self, module: Module, tape: Tape, x: Tensor | None, batch: MicroBatch, drop_cheap: bool) -> Tensor:
         """The module's forward on a tape. drop_cheap: keep no activations that are cheap to make again."""
-        fits = (self.on and self.whole and module.replayable and tape.recording and not tape.fp8 and batch.cache is None
-                and x is not None and x.data.nbytes <= SMALL)
-        key = (module.name, x.data.shape, batch.segments is None, batch.positions is None, drop_cheap) if fits and x is not None else ()
-        found = self.passes.get(key, "" if fits else "large")
-        if isinstance(found, Pass) and x is not None:
+        fits = self.on and self.whole and module.replayable and tape.recording and not tape.fp8 and batch.cache is None
+        if not fits or x is None or x.data.nbytes > SMALL:
+            return _forward(module, tape, x, batch, drop_cheap)
+        key = module.name, x.data.shape, batch.segments is None, batch.positions is None, drop_cheap
+        found = self.passes.get(key)
+        if isinstance(found, Pass):
             self.replayed += 1
             return found.forward(tape, x, batch)
         recorder = self.device.recorder() if found == "seen" else None
         if recorder is None:
-            if found in ("", "seen"):
-                self.passes[key] = "seen" if found == "" else "the device does not replay"
+            if found is None or found == "seen":
+                self.passes[key] = "the device does not replay" if found else "seen"
             return _forward(module, tape, x, batch, drop_cheap)
-        assert x is not None
         recorder.start(self._places(module, x, None, batch), lasting=module.lasting)
-        after_op, tape.after_op = tape.after_op, lambda: None  # what progress does is not the pass's
-        try:
+        with _until_the_end(recorder, tape):
             y = _forward(module, tape, x, batch, drop_cheap)
-        finally:
-            recorder.end()
-            tape.after_op = after_op
         tape.after_op()
         self.under_way[tape] = key, recorder, module, x, batch
         return y
@@ -145,17 +142,13 @@ class Replays:
         assert recorder is not None
         given = [*places(x, y, batch), dy, None, *buffers]
         recorder.start(given, buffers, module.lasting, before)
-        after_op, tape.after_op = tape.after_op, lambda: None
-        try:
+        with _until_the_end(recorder, tape):
             tape.backward(y, dy)
-        finally:
-            recorder.end()
-            tape.after_op = after_op
         learning = [p for p in module.parameters if p.trainable and p.grad_started]
         accumulated = {started[id(p)] for p in learning}
         if recorder.refused or len(accumulated) > 1:
             return recorder.refused or "gradients of one pass are added and overwritten"
-        dx = "" if x.grad is None else "dy" if x.grad is dy or _at_one_place(x.grad, dy) else "new"
+        dx = "" if x.grad is None else "dy" if _at_one_place(x.grad, dy) else "new"
         backwards = recorder.stop([(x.grad, len(places(x, y, batch)) + 1)] if dx == "new" else [])
         results = [np.copy(array) for array in (dy, *buffers)]
         for array, copy in zip((dy, *buffers), copies, strict=True):
@@ -178,6 +171,17 @@ class Replays:
 
     def _places(self, module: Module, x: Tensor, y: Tensor | None, batch: MicroBatch) -> list[Array | None]:
         return [x.data, None if y is None else y.data, batch.segments, *(self.units[name].full for name in self.stages[module.name].reads)]
+
+
+@contextmanager
+def _until_the_end(recorder: Recorder, tape: Tape) -> Iterator[None]:
+    """Records what happens inside, without progress: that is not the pass's."""
+    after_op, tape.after_op = tape.after_op, lambda: None
+    try:
+        yield
+    finally:
+        recorder.end()
+        tape.after_op = after_op
 
 
 def _forward(module: Module, tape: Tape, x: Tensor | None, batch: MicroBatch, drop_cheap: bool) -> Tensor:
